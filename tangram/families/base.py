@@ -1,0 +1,98 @@
+"""What a model family is, and the one place where families are registered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tangram.config.model import ModelConfig
+from tangram.errors import ConfigError, suggest
+from tangram.placement.table import Rule
+
+HFConfig = Mapping[str, Any]
+"""The content of a Hugging Face config.json."""
+
+Renames = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that is special about a model line.
+
+    A family is a delta on its nearest neighbour: build it with ``dataclasses.replace(neighbour, ...)``.
+
+    Args:
+        name: registry key, also the ``model_type`` of the Hugging Face config.
+        architecture: the Hugging Face class, ``architectures[0]``.
+        model_ids: other spellings of the name that model.json may use.
+        from_hf_config: Hugging Face config -> model config. Raises ConfigError for what it cannot represent.
+        tensor_table: model config, padded vocabulary size -> tensor table.
+        from_hub: regular expressions that turn a key of the hub's files into the canonical (``state_dict``) name; a key that none
+            matches is canonical already.
+        to_hub: the reverse, used on export.
+        rope_index: builds 3-D positions; see ``tangram.data.positions``.
+        template: name of the chat template.
+        tiny: ``(hf_dir, seed, tied)`` writes a small random Hugging Face checkpoint.
+    """
+
+    name: str
+    architecture: str
+    from_hf_config: Callable[[HFConfig], ModelConfig]
+    tensor_table: Callable[[ModelConfig, int], list[Rule]]
+    rope_index: Callable[..., Any]
+    template: str
+    tiny: Callable[[Path, int, bool], None]
+    model_ids: tuple[str, ...] = ()
+    from_hub: Renames = ()
+    to_hub: Renames = ()
+
+    def canonical_name(self, key: str) -> str:
+        """Name under which ``state_dict()`` knows the tensor that a file calls ``key``."""
+        return _rename(key, self.from_hub)
+
+    def hub_name(self, canonical: str) -> str:
+        """Name that hub files give the tensor."""
+        return _rename(canonical, self.to_hub)
+
+
+def _rename(name: str, renames: Renames) -> str:
+    for pattern, replacement in renames:
+        renamed, count = re.subn(pattern, replacement, name, count=1)
+        if count:
+            return renamed
+    return name
+
+
+_families: dict[str, Family] = {}
+
+
+def register_family(family: Family) -> None:
+    """Add a family to the registry.
+
+    Raises:
+        ConfigError: one of its names is taken.
+    """
+    for name in (family.name, *family.model_ids):
+        if name in _families:
+            raise ConfigError(f"model family {name!r} is registered already")
+        _families[name] = family
+
+
+def get_family(model_id: str) -> Family:
+    """The family that ``model_id`` of model.json, or ``model_type`` of a Hugging Face config, names.
+
+    Raises:
+        ConfigError: no such family.
+    """
+    import tangram.families.builtin  # noqa: F401  registers the families that ship with Tangram
+
+    if model_id not in _families:
+        known = sorted(_families)
+        raise ConfigError(
+            f"unknown model family {model_id!r}{suggest(model_id, known)}; known: {', '.join(known)}; "
+            "a family of your own is registered by a plug-in (docs/bring-a-model.md)"
+        )
+    return _families[model_id]

@@ -1,0 +1,137 @@
+"""Qwen2-VL's Hugging Face config as a model config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tangram.config.model import ImageEncoderConfig, ModelConfig, TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
+from tangram.config.parsing import parse_section
+from tangram.errors import ConfigError
+
+HFConfig = Mapping[str, Any]
+
+
+class Reader:
+    """Reads keys of config.json and says which one is missing.
+
+    Files of the hub are flat; files written by transformers 4.57 hold the text keys both at the top and under ``text_config``;
+    files of 5.x only under ``text_config``. The nested value wins.
+    """
+
+    def __init__(self, hf: HFConfig) -> None:
+        self.hf = hf
+        self.text = {**{k: v for k, v in hf.items() if not isinstance(v, Mapping) or k in ("rope_scaling", "rope_parameters")}, **hf.get("text_config", {})}
+        self.vision = self.get(hf, "vision_config")
+
+    @staticmethod
+    def get(section: HFConfig, key: str, *others: str) -> Any:
+        for name in (key, *others):
+            if section.get(name) is not None:
+                return section[name]
+        raise ConfigError(f"config.json: key {key!r} is missing")
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """``rope_parameters`` of 5.x, or ``rope_scaling`` of 4.x with ``rope_theta`` beside it."""
+        rope = dict(self.text.get("rope_parameters") or self.text.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", self.text.get("rope_theta"))
+        if rope["rope_theta"] is None:
+            raise ConfigError("config.json: key 'rope_theta' is missing")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "mrope"):
+            raise ConfigError(f"config.json: rope type {kind!r} is not supported; supported: default, mrope")
+        return rope
+
+    @property
+    def tied(self) -> bool:
+        """The top-level key decides: transformers ties by it."""
+        return bool(self.hf.get("tie_word_embeddings", self.text.get("tie_word_embeddings", False)))
+
+    @property
+    def init_std(self) -> float:
+        return float(self.text.get("initializer_range", 0.02))
+
+
+def text_decoder(read: Reader, model_id: str) -> TextDecoderConfig:
+    """The Qwen2 decoder that Qwen2-VL and Qwen2.5-VL share."""
+    text = read.text
+    if text.get("use_sliding_window"):
+        raise ConfigError("config.json: use_sliding_window true is not supported; no published Qwen-VL uses it")
+    return parse_section(
+        TextDecoderConfig,
+        {
+            "model_id": model_id,
+            "num_layers": read.get(text, "num_hidden_layers"),
+            "hidden_size": read.get(text, "hidden_size"),
+            "ffn_hidden_size": read.get(text, "intermediate_size"),
+            "num_attention_heads": read.get(text, "num_attention_heads"),
+            "num_query_groups": read.get(text, "num_key_value_heads", "num_attention_heads"),
+            "kv_channels": text.get("head_dim"),
+            "vocab_size": read.get(text, "vocab_size"),
+            "max_position_embeddings": read.get(text, "max_position_embeddings"),
+            "rope_theta": read.rope["rope_theta"],
+            "mrope_section": read.get(read.rope, "mrope_section"),
+            "untie_embeddings_and_output_weights": not read.tied,
+            "add_qkv_bias": True,
+            "activation_func": read.get(text, "hidden_act"),
+            "layernorm_epsilon": read.get(text, "rms_norm_eps"),
+            "init_method_std": read.init_std,
+            "attention_dropout": text.get("attention_dropout", 0.0),
+        },
+        "config.json, text",
+    )
+
+
+def projector(read: Reader, vision: VisionEncoderConfig, text: TextDecoderConfig) -> VisionProjectorConfig:
+    return VisionProjectorConfig(
+        model_id="lnmlp",
+        input_size=vision.hidden_size,
+        ffn_hidden_size=vision.hidden_size * vision.spatial_merge_size**2,
+        hidden_size=text.hidden_size,
+        normalization=vision.normalization,
+        layernorm_epsilon=1e-6,
+        init_method_std=read.init_std,
+    )
+
+
+def assemble(read: Reader, model_id: str, vision: VisionEncoderConfig, text: TextDecoderConfig) -> ModelConfig:
+    return ModelConfig(
+        model_id=model_id,
+        img_context_token_id=read.get(read.hf, "image_token_id"),
+        video_token_id=read.get(read.hf, "video_token_id"),
+        vision_start_token_id=read.get(read.hf, "vision_start_token_id"),
+        image_encoder=ImageEncoderConfig(vision_encoder=vision, vision_projector=projector(read, vision, text)),
+        text_decoder=text,
+    )
+
+
+def from_hf_config(hf: HFConfig) -> ModelConfig:
+    """Read a ``qwen2_vl`` config.json.
+
+    Raises:
+        ConfigError: a key is missing or its value cannot be represented.
+    """
+    read = Reader(hf)
+    width = read.get(read.vision, "embed_dim")
+    vision = parse_section(
+        VisionEncoderConfig,
+        {
+            "model_id": "qwen2vit",
+            "num_layers": read.get(read.vision, "depth"),
+            "hidden_size": width,
+            "ffn_hidden_size": int(width * read.get(read.vision, "mlp_ratio")),
+            "num_attention_heads": read.get(read.vision, "num_heads"),
+            "in_channels": read.get(read.vision, "in_channels", "in_chans"),
+            "patch_size": read.get(read.vision, "patch_size"),
+            "temporal_patch_size": read.get(read.vision, "temporal_patch_size"),
+            "spatial_merge_size": read.get(read.vision, "spatial_merge_size"),
+            "activation_func": read.get(read.vision, "hidden_act"),
+            "normalization": "LayerNorm",
+            "layernorm_epsilon": 1e-6,
+            "init_method_std": read.init_std,
+            "freeze": False,
+        },
+        "config.json, vision_config",
+    )
+    return assemble(read, "qwen2_vl", vision, text_decoder(read, "qwen2lm"))
