@@ -1,0 +1,1 @@
+"""Backends: how an assembled model is run."""
