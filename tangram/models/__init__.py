@@ -1,0 +1,1 @@
+"""The assembled vision-language model, built of megatron-core's layers."""

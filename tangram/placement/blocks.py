@@ -103,7 +103,7 @@ def place(table: Sequence[Rule], topology: Topology, tp_rank: int, chunk: Chunk)
             numbers = [(0, 0)]
         else:
             numbers = []
-        if rule.tied and topology.text_first_chunk.pp_rank == topology.text_last_chunk.pp_rank == chunk.pp_rank:
+        if rule.tied and topology.text_first_chunk is topology.text_last_chunk:
             numbers = []
         for local_number, number in numbers:
             name = rule.local.format(i=local_number)

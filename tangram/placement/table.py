@@ -168,7 +168,7 @@ class Rule:
         place: ``layer``: one per layer, on the stage that holds the layer; ``first`` or ``last``: on the stage with the component's
             first or last layer.
         init: what a fresh model holds.
-        tied: a second copy of tensors that another rule owns, built only where the owner is not on the same pipeline rank.
+        tied: a second copy of tensors that another rule owns, built only where the owner is in another chunk.
     """
 
     local: str

@@ -1,0 +1,134 @@
+"""Core attention over segments: what megatron-core has only with TransformerEngine.
+
+A sequence may hold several segments that must not see each other: frames or windows of a vision encoder, samples of a packed row.
+``SegmentPlan`` says where they lie; it is made once per micro-batch and shared by all layers. megatron-core hands it through as
+``packed_seq_params``; because the plan keeps the ``[s, b, h, d]`` layout, core's rotary code treats the sequence as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class SegmentGroup:
+    """Segments of equal length. ``index`` [segments, length] holds the positions of their tokens."""
+
+    index: Tensor
+    length: int
+
+
+@dataclass
+class SegmentPlan(PackedSeqParams):
+    """How attention is restricted.
+
+    Args:
+        groups: segments by length; empty: the whole sequence is one segment.
+        inverse: [s], where each token stands in the concatenation of the groups; None: in order already.
+        mask: bool [b, 1, s, s], True where a query may see a key; it replaces causality. Only with empty ``groups``.
+    """
+
+    qkv_format: str = "sbhd"
+    groups: tuple[SegmentGroup, ...] = ()
+    inverse: Tensor | None = None
+    mask: Tensor | None = None
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> SegmentPlan:
+        """Plan for consecutive segments of the given lengths."""
+        sizes = torch.tensor(lengths, dtype=torch.int64)
+        starts = sizes.cumsum(0) - sizes
+        groups = []
+        for length in sorted(set(lengths)):
+            first = starts[sizes == length]
+            groups.append(SegmentGroup((first[:, None] + torch.arange(length)).to(device), length))
+        if len(groups) == 1:
+            return cls(groups=tuple(groups))
+        order = torch.cat([group.index.flatten() for group in groups])
+        return cls(groups=tuple(groups), inverse=torch.argsort(order))
+
+
+class SegmentAttention(MegatronModule):
+    """Softmax attention by torch's scaled_dot_product_attention, with segments, grouped queries and masks.
+
+    Takes query [s, b, heads, d] and key, value [s, b, groups, d]; gives [s, b, heads * d].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.causal = attn_mask_type == AttnMaskType.causal
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        assert attention_mask is None and attention_bias is None, "masks travel in the segment plan"
+        plan = _as_plan(packed_seq_params)
+        if not plan.groups:
+            out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), plan.mask)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        assert query.shape[1] == 1, f"segments need one row, got {query.shape[1]}"
+        out = torch.cat([self._attend_group(query, key, value, group) for group in plan.groups])
+        return (out if plan.inverse is None else out.index_select(0, plan.inverse)).unsqueeze(1)
+
+    def _attend_group(self, query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup) -> Tensor:
+        """[segments * length, heads * d], in the order of the group's index."""
+
+        def gather(x: Tensor) -> Tensor:
+            if group.index.numel() != x.shape[0]:
+                x = x.index_select(0, group.index.flatten())
+            return x.reshape(-1, group.length, *x.shape[2:]).transpose(1, 2)
+
+        return self._attend(gather(query), gather(key), gather(value), None).transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[rows, heads, s, d] each; key and value may have fewer heads."""
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and mask is None,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+_WHOLE = SegmentPlan()
+
+
+def _as_plan(params: PackedSeqParams | None) -> SegmentPlan:
+    if params is None:
+        return _WHOLE
+    if not isinstance(params, SegmentPlan):
+        raise TypeError(f"SegmentAttention needs a SegmentPlan, got {type(params).__name__}")
+    return params

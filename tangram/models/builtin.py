@@ -1,0 +1,13 @@
+"""Registers the components that ship with Tangram; importing it twice is harmless."""
+
+from tangram.models.projector import Projector
+from tangram.models.registry import register_component
+from tangram.models.specs import layer_spec
+from tangram.models.text import TextDecoder
+from tangram.models.vision import VisionEncoder
+
+register_component("qwen2vit", VisionEncoder, layer_spec)
+register_component("qwen2_5_vit", VisionEncoder, layer_spec)
+register_component("lnmlp", Projector)
+register_component("qwen2lm", TextDecoder, layer_spec)
+register_component("qwen2_5_lm", TextDecoder, layer_spec)

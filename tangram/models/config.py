@@ -1,0 +1,117 @@
+"""Sections of model.json as megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from tangram.config.model import TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
+from tangram.errors import ConfigError, suggest
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel 2016)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "quick_gelu": quick_gelu,
+    "gelu_pytorch_tanh": tanh_gelu,
+}
+
+
+def find_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that ``activation_func`` names.
+
+    Raises:
+        ConfigError: unknown.
+    """
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"activation_func {name!r} is unknown{suggest(name, ACTIVATIONS)}; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the run, not model.json, decides of a component."""
+
+    dtype: torch.dtype
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    on_cpu: bool = True
+
+
+def _common(options: BuildOptions) -> dict[str, object]:
+    return {
+        "params_dtype": options.dtype,
+        "bf16": options.dtype == torch.bfloat16,
+        "fp16": options.dtype == torch.float16,
+        "tensor_model_parallel_size": options.tensor_model_parallel_size,
+        "sequence_parallel": options.sequence_parallel,
+        "use_cpu_initialization": options.on_cpu,
+        # Weights come from a checkpoint or from tangram.checkpoints.fresh, never from a layer's own generator.
+        "perform_initialization": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionProjectorConfig, options: BuildOptions) -> TransformerConfig:
+    """TransformerConfig of one component.
+
+    The pipeline size is left at 1: a component is told which layers it holds, so core must not divide them again.
+    """
+    if isinstance(section, VisionProjectorConfig):
+        return TransformerConfig(
+            num_layers=1,
+            hidden_size=section.hidden_size,
+            ffn_hidden_size=section.ffn_hidden_size,
+            num_attention_heads=1,
+            num_query_groups=1,
+            # core derives a head width that it then divides by the tensor-parallel size; a projector has no heads.
+            kv_channels=options.tensor_model_parallel_size,
+            add_bias_linear=section.add_bias_linear,
+            activation_func=find_activation(section.activation_func),
+            normalization=section.normalization,
+            layernorm_epsilon=section.layernorm_epsilon,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            **_common(options),
+        )
+    text = isinstance(section, TextDecoderConfig)
+    return TransformerConfig(
+        num_layers=section.num_layers,
+        hidden_size=section.hidden_size,
+        ffn_hidden_size=section.ffn_hidden_size,
+        num_attention_heads=section.num_attention_heads,
+        num_query_groups=section.num_query_groups if text else section.num_attention_heads,
+        kv_channels=section.head_dim,
+        add_bias_linear=section.add_bias_linear,
+        add_qkv_bias=section.add_qkv_bias if text else section.add_bias_linear,
+        qk_layernorm=section.qk_layernorm if text else False,
+        gated_linear_unit=section.gated_linear_unit,
+        activation_func=find_activation(section.activation_func),
+        normalization=section.normalization,
+        layernorm_epsilon=section.layernorm_epsilon,
+        hidden_dropout=section.hidden_dropout,
+        attention_dropout=section.attention_dropout,
+        recompute_granularity=section.recompute_granularity,
+        recompute_method=section.recompute_method,
+        recompute_num_layers=section.recompute_num_layers,
+        **_common(options),
+    )

@@ -1,0 +1,93 @@
+"""The text decoder on megatron-core layers: embedding, a run of layers, final norm and head, wherever it is cut over the pipeline."""
+
+from __future__ import annotations
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from tangram.config.model import TextDecoderConfig
+from tangram.models.attention import SegmentPlan
+from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.norms import NORMS
+from tangram.models.registry import find_layer_spec
+from tangram.models.rope import text_angles
+from tangram.models.stack import LayerStack
+
+
+class DecoderStack(LayerStack):
+    """Layers and, on the last stage, the final norm."""
+
+    final_layernorm: MegatronModule
+
+
+class TextDecoder(MegatronModule):
+    """Layers ``numbers`` of the decoder.
+
+    Args:
+        first: holds the word embedding.
+        last: holds the final norm and the output layer.
+        shares_weight: the output layer uses the word embedding of this very chunk and has no weight of its own.
+    """
+
+    def __init__(
+        self,
+        section: TextDecoderConfig,
+        options: BuildOptions,
+        numbers: range,
+        *,
+        first: bool,
+        last: bool,
+        shares_weight: bool,
+        padded_vocab: int,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=get_model_config(section, options))
+        self.section = section
+        self.pre_process, self.post_process, self.shares_weight = first, last, shares_weight
+        if first:
+            self.embedding = LanguageModelEmbedding(
+                self.config,
+                vocab_size=padded_vocab,
+                max_sequence_length=section.max_position_embeddings,
+                position_embedding_type="rope",
+                scatter_to_sequence_parallel=False,
+                tp_group=groups.tp,
+            )
+        self.decoder = DecoderStack(self.config, find_layer_spec(section), numbers, groups)
+        if last:
+            self.decoder.final_layernorm = NORMS[section.normalization](self.config, section.hidden_size, section.layernorm_epsilon)  # type: ignore[assignment]
+            self.output_layer = ColumnParallelLinear(
+                section.hidden_size,
+                padded_vocab,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                gather_output=False,
+                skip_weight_param_allocation=shares_weight,
+                tp_group=groups.tp,
+            )
+
+    @property
+    def word_embeddings(self) -> Tensor:
+        """The embedding matrix of this tensor-parallel rank, [padded_vocab / TP, h]."""
+        return self.embedding.word_embeddings.weight
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[b, s] -> [s, b, h]."""
+        return self.embedding(input_ids=input_ids, position_ids=None)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, plan: SegmentPlan | None) -> Tensor:
+        """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h]."""
+        section = self.section
+        angles = text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section)
+        hidden = self.decoder(hidden, angles, [plan] * len(self.decoder.numbers))
+        return self.decoder.final_layernorm(hidden) if self.post_process else hidden
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits over this rank's part of the padded vocabulary: [..., h] -> [..., padded_vocab / TP]."""
+        logits, _ = self.output_layer(hidden, weight=self.word_embeddings if self.shares_weight else None)
+        return logits

@@ -1,0 +1,102 @@
+"""Vision encoder of Qwen2-VL and Qwen2.5-VL on megatron-core layers: a run of its layers, wherever it is cut over the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tangram.config.model import VisionEncoderConfig
+from tangram.models.attention import SegmentPlan
+from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.norms import parameter_device
+from tangram.models.registry import find_layer_spec
+from tangram.models.rope import vision_angles
+from tangram.models.stack import LayerStack
+from tangram.models.windows import Grid, frame_lengths, window_order
+
+
+class PatchEmbed(nn.Module):
+    """Patches [n, channels * frames * side * side] -> [n, hidden_size].
+
+    A convolution whose stride is its kernel is one matrix product; as such it is several times faster. The parameter keeps the
+    convolution's shape.
+    """
+
+    def __init__(self, section: VisionEncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        kernel = (section.temporal_patch_size, section.patch_size, section.patch_size)
+        self.proj = nn.utils.skip_init(
+            nn.Conv3d,
+            section.in_channels,
+            section.hidden_size,
+            kernel_size=kernel,
+            stride=kernel,
+            bias=section.add_bias_conv,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        weight = self.proj.weight
+        return F.linear(pixel_values.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class VisionEncoder(MegatronModule):
+    """Layers ``numbers`` of the encoder, with the patch embedding where ``first``.
+
+    Between stages the hidden states stay in window order; the projector's output is put back in raster order by ``restore_order``.
+    """
+
+    def __init__(self, section: VisionEncoderConfig, options: BuildOptions, numbers: range, first: bool, groups: ProcessGroupCollection) -> None:
+        super().__init__(config=get_model_config(section, options))
+        self.section = section
+        self.pre_process = first
+        if first:
+            self.patch_embed = PatchEmbed(section, options.dtype, parameter_device(self.config))
+        self.blocks = LayerStack(self.config, find_layer_spec(section), numbers, groups)
+
+    def forward(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Encode all images of a micro-batch.
+
+        Args:
+            hidden: pixel values [n, channels * frames * side * side] where the encoder starts here, else the previous stage's output.
+            grids: (t, h, w) of each image.
+
+        Returns:
+            [n, 1, hidden_size], in window order.
+        """
+        order, plans = self._plans(grids, hidden.device)
+        angles = vision_angles(grids, self.section.spatial_merge_size, self.section.head_dim, self.section.rope_theta, hidden.device)
+        if self.pre_process:
+            hidden = self.patch_embed(hidden)[:, None]
+            hidden = hidden if order is None else hidden[order]
+        return self.blocks(hidden, angles if order is None else angles[order], plans)
+
+    def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Put the projector's rows [cells, 1, h] back in raster order."""
+        if self.section.window_attn_size is None:
+            return merged
+        cells, _ = self._windows(grids)
+        return merged[torch.argsort(cells).to(merged.device)]
+
+    def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
+        section = self.section
+        assert section.window_attn_size is not None
+        return window_order(grids, section.spatial_merge_size, section.window_attn_size // section.patch_size // section.spatial_merge_size)
+
+    def _plans(self, grids: Sequence[Grid], device: torch.device) -> tuple[Tensor | None, list[SegmentPlan | None]]:
+        """Order of the patches (None: as they come), and the segments of each layer here."""
+        frames = SegmentPlan.from_lengths(frame_lengths(grids), device)
+        if self.section.window_attn_size is None:
+            return None, [frames] * len(self.blocks.numbers)
+        cells, sizes = self._windows(grids)
+        square = self.section.spatial_merge_size**2
+        order = (cells[:, None] * square + torch.arange(square)).flatten().to(device)
+        windows = SegmentPlan.from_lengths([size * square for size in sizes], device)
+        full = set(self.section.fullatt_block_indexes or ())
+        return order, [frames if i in full else windows for i in self.blocks.numbers]

@@ -1,0 +1,218 @@
+"""The assembled vision-language model: one chunk of the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from tangram.config.model import ImageEncoderConfig, ModelConfig
+from tangram.errors import DataError
+from tangram.losses.vocab_parallel import vocab_parallel_token_losses
+from tangram.models.attention import SegmentPlan
+from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.registry import find_component
+from tangram.models.windows import Grid
+from tangram.placement.topology import Chunk, Topology
+
+
+class ImageEncoder(MegatronModule):
+    """Vision encoder and projector, as far as this chunk holds them.
+
+    ``post_process`` says that the projector is here.
+    """
+
+    def __init__(self, section: ImageEncoderConfig, options: BuildOptions, chunk: Chunk, groups: ProcessGroupCollection) -> None:
+        super().__init__(config=get_model_config(section.vision_encoder, options))
+        self.section = section
+        self.pre_process, self.post_process = chunk.vision_first, chunk.vision_last
+        encoder, projector = section.vision_encoder, section.vision_projector
+        self.encoder = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
+        if self.post_process:
+            self.projector = find_component(projector)(projector, options, groups)
+
+    def forward(self, hidden: Tensor, grids: list[Grid]) -> Tensor:
+        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]."""
+        hidden = self.encoder(hidden, grids)
+        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden
+
+    def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
+        """Take the encoder's or the projector's parameters out of training."""
+        _freeze(self.encoder, freeze_encoder)
+        if self.post_process:
+            _freeze(self.projector, freeze_projector)
+
+
+def _freeze(module: nn.Module, freeze: bool) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(not freeze)
+
+
+class VLMModel(MegatronModule):
+    """One chunk of an assembled model.
+
+    Args:
+        config: TransformerConfig of the whole, with the pipeline's sizes; the schedules read it.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, options: BuildOptions, chunk: Chunk, topology: Topology, padded_vocab: int
+    ) -> None:
+        super().__init__(config=config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.model, self.chunk, self.tp_group = model, chunk, groups.tp
+        self.vp_stage = chunk.vp_rank if topology.virtual > 1 else None
+        self.pre_process = chunk.position == 0
+        self.post_process = chunk.position == len(topology.order) - 1
+        self.share_embeddings_and_output_weights = not model.text_decoder.untie_embeddings_and_output_weights
+        self.add_image_encoder, self.add_text_decoder = chunk.has_vision, chunk.has_text
+        self.input_tensor: Tensor | None = None
+        self.image_encoder: ImageEncoder | None = None
+        self.text_decoder: Any = None
+        if chunk.has_vision:
+            assert model.image_encoder is not None
+            self.image_encoder = ImageEncoder(model.image_encoder, options, chunk, groups)
+        if chunk.has_text:
+            self.text_decoder = find_component(model.text_decoder)(
+                model.text_decoder,
+                options,
+                chunk.text,
+                first=chunk.text_first,
+                last=chunk.text_last,
+                shares_weight=self.share_embeddings_and_output_weights and chunk.text_first and chunk.text_last,
+                padded_vocab=padded_vocab,
+                groups=groups,
+            )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Take the previous stage's output; megatron-core's schedules call it before ``forward``."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The word embedding or the output weight that this chunk holds, if any."""
+        if self.chunk.text_first:
+            return self.text_decoder.word_embeddings
+        return self.text_decoder.output_layer.weight if self.chunk.text_last else None
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def freeze(self, freeze_text_decoder: bool = False, freeze_image_encoder: bool = False, freeze_image_projection: bool = False) -> None:
+        """Take whole components out of training."""
+        if self.image_encoder is not None:
+            self.image_encoder.freeze(freeze_image_encoder, freeze_image_projection)
+        if self.text_decoder is not None:
+            _freeze(self.text_decoder, freeze_text_decoder)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+    ) -> dict[str, Any] | Tensor:
+        """Run this chunk on one micro-batch.
+
+        Args:
+            input_ids: [b, s].
+            position_ids: [3, b, s].
+            attention_mask: [b, s], 1 for real tokens, or bool [b, s, s], True where a query sees a key; None: all real.
+            labels: [b, s], not shifted, -100 where not supervised.
+            pixel_values: [n_patches, channels * frames * side * side]; None without images, and where the chunk needs none.
+            image_grid_thw: [n_images, 3].
+
+        Returns:
+            The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
+            supervised positions and their ``rows`` [n], and ``logits`` is None: the head runs on those positions alone. Without labels,
+            ``logits`` is [b, s, padded_vocab / TP].
+
+        Raises:
+            DataError: the image placeholders in ``input_ids`` are not as many as the images' tokens.
+        """
+        grids: list[Grid] = [tuple(grid) for grid in image_grid_thw.tolist()] if image_grid_thw is not None else []  # type: ignore[misc]
+        hidden = self.input_tensor
+        if self.image_encoder is not None:
+            hidden = self._encode_images(pixel_values, grids, input_ids.device)
+        if self.text_decoder is None:
+            assert hidden is not None
+            return hidden
+        if self.chunk.text_first:
+            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, bool(grids))
+        hidden = self.text_decoder(hidden, position_ids, _text_plan(attention_mask))
+        if not self.chunk.text_last:
+            return hidden
+        if labels is None:
+            return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
+        return {"loss_dict": self._losses(hidden, labels), "logits": None}
+
+    def _encode_images(self, pixel_values: Tensor | None, grids: list[Grid], device: torch.device) -> Tensor:
+        """Run the vision path; without images on a blank cell, so that collectives match over ranks and micro-batches."""
+        assert self.image_encoder is not None
+        section = self.image_encoder.section.vision_encoder
+        if not grids:
+            side = section.spatial_merge_size
+            grids = [(1, side, side)]
+            pixel_values = torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)
+        hidden = pixel_values if self.chunk.vision_first else self.input_tensor
+        assert hidden is not None
+        return self.image_encoder(hidden, grids)
+
+    def _merge(self, embeddings: Tensor, input_ids: Tensor, images: Tensor | None, has_images: bool) -> Tensor:
+        """Put image tokens [n, 1, h] where the placeholders stand in the text embeddings [s, b, h]."""
+        places = input_ids == self.model.img_context_token_id
+        wanted, given = int(places.sum()), images.shape[0] if images is not None and has_images else 0
+        if wanted != given:
+            raise DataError(f"the micro-batch has {wanted} image placeholder tokens but its images give {given}; the text and the images do not belong together")
+        if images is None:
+            return embeddings
+        # With no place to fill nothing is copied, and the blank image's gradient is exactly zero.
+        merged = embeddings.transpose(0, 1).masked_scatter(places[..., None], images.to(embeddings.dtype))
+        return merged.transpose(0, 1).contiguous()
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
+        logits = self.text_decoder.project(hidden[positions, rows])
+        targets = labels[rows, positions + 1]
+        losses = vocab_parallel_token_losses(logits, targets, self.model.text_decoder.vocab_size, self.tp_group)
+        return {"token_losses": losses, "rows": rows}
+
+
+def _text_plan(attention_mask: Tensor | None) -> SegmentPlan | None:
+    """Causality alone is enough unless a mask has holes: padding on the right is never seen by a real token."""
+    if attention_mask is None:
+        return None
+    size = attention_mask.shape[-1]
+    if attention_mask.dim() == 2:
+        if bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+            return None
+        causal = torch.ones(size, size, dtype=torch.bool, device=attention_mask.device).tril()
+        seen = causal & attention_mask.bool()[:, None, :]
+    else:
+        seen = attention_mask.bool()
+    # A padding token sees itself, so that no row of the softmax is empty.
+    seen = seen | torch.eye(size, dtype=torch.bool, device=seen.device)
+    return SegmentPlan(mask=seen[:, None])
+
+
+def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtype: torch.dtype, padded_vocab: int) -> VLMModel:
+    """Build one chunk for this rank, its parameters uninitialised and without gradients' graph.
+
+    Needs megatron-core's parallel state.
+    """
+    on_cpu = not torch.cuda.is_available()
+    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, on_cpu=on_cpu)
+    config = get_model_config(model.text_decoder, options)
+    config.pipeline_model_parallel_size = topology.pipeline
+    config.virtual_pipeline_model_parallel_size = topology.virtual if topology.virtual > 1 else None
+    config.pipeline_dtype = dtype
+    config.variable_seq_lengths = True
+    config.calculate_per_token_loss = True
+    assert parallel_state.get_tensor_model_parallel_world_size() == topology.tensor
+    return VLMModel(config, model, options, chunk, topology, padded_vocab)
