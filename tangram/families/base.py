@@ -30,6 +30,7 @@ class Family:
         model_ids: other spellings of the name that model.json may use.
         from_hf_config: Hugging Face config -> model config. Raises ConfigError for what it cannot represent.
         tensor_table: model config, padded vocabulary size -> tensor table.
+        config_class: the type of model.json; a subclass of ModelConfig where the family has keys of its own.
         from_hub: regular expressions that turn a key of the hub's files into the canonical (``state_dict``) name; a key that none
             matches is canonical already.
         to_hub: the reverse, used on export.
@@ -45,6 +46,7 @@ class Family:
     rope_index: Callable[..., Any]
     template: str
     tiny: Callable[[Path, int, bool], None]
+    config_class: type[ModelConfig] = ModelConfig
     model_ids: tuple[str, ...] = ()
     from_hub: Renames = ()
     to_hub: Renames = ()
