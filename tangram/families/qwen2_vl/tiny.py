@@ -9,7 +9,7 @@ from tangram.errors import ConfigError
 from tangram.families.tiny import DEFAULT_SPEC, REAL_VOCABULARY, TinySpec, write_checkpoint
 
 
-def text_config(spec: TinySpec, model_type: str) -> dict[str, Any]:
+def text_config(spec: TinySpec, tied: bool, model_type: str) -> dict[str, Any]:
     """The Qwen2 decoder, with the constants of the published models."""
     return {
         "model_type": model_type,
@@ -27,6 +27,8 @@ def text_config(spec: TinySpec, model_type: str) -> dict[str, Any]:
         "use_sliding_window": False,
         "bos_token_id": spec.token_id("<|endoftext|>"),
         "eos_token_id": spec.token_id("<|im_end|>"),
+        # transformers 4.57 ties by this key, 5.x by the outer one.
+        "tie_word_embeddings": tied,
     }
 
 
@@ -57,7 +59,7 @@ def hf_config(spec: TinySpec, tied: bool, model_type: str, vision: dict[str, Any
     """The whole config.json."""
     return {
         "model_type": model_type,
-        "text_config": text_config(spec, f"{model_type}_text"),
+        "text_config": text_config(spec, tied, f"{model_type}_text"),
         "vision_config": vision,
         "image_token_id": spec.token_id("<|image_pad|>"),
         "video_token_id": spec.token_id("<|video_pad|>"),
