@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tangram.config.model import ModelConfig
 from tangram.errors import ConfigError, suggest
+from tangram.families.tiny import TinyWriter
 from tangram.placement.table import Rule
 
 HFConfig = Mapping[str, Any]
@@ -36,7 +36,7 @@ class Family:
         to_hub: the reverse, used on export.
         rope_index: builds 3-D positions; see ``tangram.data.positions``.
         template: name of the chat template.
-        tiny: ``(hf_dir, seed, tied)`` writes a small random Hugging Face checkpoint.
+        tiny: ``(out, seed, tied, spec)`` writes a small random Hugging Face checkpoint; see ``tangram.families.tiny``.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Family:
     tensor_table: Callable[[ModelConfig, int], list[Rule]]
     rope_index: Callable[..., Any]
     template: str
-    tiny: Callable[[Path, int, bool], None]
+    tiny: TinyWriter
     config_class: type[ModelConfig] = ModelConfig
     model_ids: tuple[str, ...] = ()
     from_hub: Renames = ()

@@ -55,7 +55,7 @@ def layer_grid(layers: Sequence[int] | Sequence[Sequence[int]], what: str) -> La
     nested = [isinstance(row, (list, tuple)) for row in layers]
     if any(nested) != all(nested):
         raise ConfigError(f"{what}: {layers!r} mixes numbers and lists; write [12, 16] or [[12, 16], [4, 4]]")
-    rows = [tuple(row) for row in layers] if all(nested) else [tuple(layers)]  # type: ignore[arg-type]
+    rows = [tuple(row) for row in layers] if all(nested) else [tuple(layers)]
     for row in rows:
         for number in row:
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:

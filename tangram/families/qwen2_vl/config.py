@@ -21,7 +21,8 @@ class Reader:
 
     def __init__(self, hf: HFConfig) -> None:
         self.hf = hf
-        self.text = {**{k: v for k, v in hf.items() if not isinstance(v, Mapping) or k in ("rope_scaling", "rope_parameters")}, **hf.get("text_config", {})}
+        flat = {k: v for k, v in hf.items() if not isinstance(v, Mapping) or k in ("rope_scaling", "rope_parameters")}
+        self.text = {**flat, **hf.get("text_config", {})}
         self.vision = self.get(hf, "vision_config")
 
     @staticmethod

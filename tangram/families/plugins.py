@@ -1,0 +1,62 @@
+"""Import Python files and folders of the user's own; importing one registers families and components."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from tangram.errors import ConfigError
+
+
+def load_plugins(paths: Iterable[str | Path]) -> None:
+    """Import each of ``paths``, a .py file or a folder with ``__init__.py``; one that was imported before is left alone.
+
+    A folder is a package: its files import each other relatively.
+
+    Raises:
+        ConfigError: a path is missing or no plug-in, or its import fails; with the path, the line and the reason.
+    """
+    for path in paths:
+        _load(Path(path))
+
+
+def _load(path: Path) -> None:
+    source = _entry_file(path).resolve()
+    package = source.parent if source.name == "__init__.py" else None
+    # The hash keeps plug-ins apart whose files have the same name.
+    name = f"tangram_plugin_{(package or source).stem}_{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=[str(package)] if package else None)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        for loaded in [n for n in sys.modules if n == name or n.startswith(f"{name}.")]:
+            del sys.modules[loaded]
+        raise ConfigError(f"plug-in {path}: {_place(error, package or source)}{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _entry_file(path: Path) -> Path:
+    if path.is_dir():
+        if not (path / "__init__.py").is_file():
+            raise ConfigError(f"plug-in {path}: the folder has no __init__.py; add one that imports the files which register something")
+        return path / "__init__.py"
+    if not path.exists():
+        raise ConfigError(f"plug-in {path}: no such file or folder")
+    if path.suffix != ".py":
+        raise ConfigError(f"plug-in {path}: expected a .py file or a folder with __init__.py")
+    return path
+
+
+def _place(error: Exception, root: Path) -> str:
+    """ "file.py, line 3: " of the innermost frame inside the plug-in, or nothing where the error says it itself."""
+    inside = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(root)]
+    return f"{Path(inside[-1].filename).name}, line {inside[-1].lineno}: " if inside else ""

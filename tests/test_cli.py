@@ -1,0 +1,155 @@
+"""The command line from outside: start-up, help, faults, exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tangram
+from tangram.cli.guard import guarded
+from tangram.cli.main import COMMANDS, main
+from tangram.errors import ConfigError
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tangram", *arguments], capture_output=True, text=True, timeout=100, env={**os.environ, **environment}
+    )
+
+
+def faults(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1, shown.err
+    return shown.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in COMMANDS]])
+def test_help_starts_fast_and_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom tangram.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "print([m for m in ('torch', 'transformers', 'megatron', 'numpy', 'pydantic') if m in sys.modules])"
+    )
+    begin = time.perf_counter()
+    shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+    print(f"tangram {' '.join(arguments)}: {time.perf_counter() - begin:.2f} s")
+    assert shown.startswith("usage: tangram")
+    assert shown.endswith("[]\n")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"tangram {tangram.__version__}\n"
+
+
+def test_unknown_words_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown command 'tinny' (did you mean 'tiny'?)" in faults(capsys, "tinny")
+    assert "unknown argument '--hiden' (did you mean '--hidden'?)" in faults(capsys, "tiny", "qwen2_vl", "x", "--hiden", "8")
+    assert "unknown model family 'qwen25_vl' (did you mean 'qwen2_5_vl'?)" in faults(capsys, "tiny", "qwen25_vl", "x")
+
+
+def test_argument_faults_name_the_argument_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert faults(capsys) == "tangram: error: the following arguments are required: COMMAND; see tangram --help\n"
+    assert faults(capsys, "tiny", "qwen2_vl") == "tangram: error: the following arguments are required: OUT; see tangram tiny --help\n"
+    assert "argument --hidden: invalid int value: 'wide'; see tangram tiny --help" in faults(capsys, "tiny", "qwen2_vl", "x", "--hidden", "wide")
+
+
+def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown argument '--voc'" in faults(capsys, "tiny", "qwen2_vl", "x", "--voc", "64")
+
+
+def test_a_fault_of_the_user_is_one_line_and_status_2(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    ended = run("tiny", "qwen2_vl", str(tmp_path), "--vocab", "64")
+    assert ended.returncode == 2
+    mend = "give another one, or --force to replace the checkpoint that lies there"
+    assert ended.stderr == f"tangram: error: {tmp_path}: not an empty directory; {mend}\n"
+
+
+def raising(error: BaseException):
+    def action() -> int:
+        raise error
+
+    return action
+
+
+def test_exit_status_by_kind_of_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded("prog", lambda: 5) == 5
+    assert guarded("prog", raising(ConfigError("two\nlines"))) == 2
+    assert capsys.readouterr().err == "prog: error: two lines\n"
+    assert guarded("prog", raising(KeyboardInterrupt())) == 130
+    with pytest.raises(ZeroDivisionError):
+        guarded("prog", raising(ZeroDivisionError()))
+
+
+def launch(code: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run ``code`` on two ranks that torchrun starts."""
+    begin = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return ended, time.monotonic() - begin
+
+
+def test_a_fault_that_all_ranks_share_prints_once() -> None:
+    ended, _ = launch("import sys; from tangram.cli.main import main; sys.exit(main(['tiny', 'qwen9_vl', 'x']))")
+    assert ended.returncode != 0
+    assert ended.stderr.count("unknown model family 'qwen9_vl'") == 1
+
+
+def test_a_fault_of_one_rank_ends_a_launch_whose_other_rank_waits() -> None:
+    code = (
+        "import os, time\nfrom tangram.cli.guard import guarded\nfrom tangram.errors import DataError\n"
+        "def action():\n    if os.environ['RANK'] == '1':\n        raise DataError('cat.png: no such file')\n    time.sleep(90)\n"
+        "guarded('tangram', action)"
+    )
+    ended, seconds = launch(code)
+    assert ended.returncode != 0
+    assert ended.stderr.count("tangram: error: [rank 1] cat.png: no such file") == 1
+    assert seconds < 60
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "DataError"])
+def test_a_failed_rank_does_not_wait_for_threads(kind: str) -> None:
+    code = (
+        "import threading, time\nfrom tangram.cli.guard import guarded\nfrom tangram.errors import DataError\n"
+        f"def action():\n    threading.Thread(target=time.sleep, args=(90,)).start()\n    raise {kind}('lost')\nguarded('tangram', action)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+    )
+    assert ended.returncode == {"ValueError": 1, "DataError": 2}[kind]
+    assert ("Traceback" in ended.stderr) == (kind == "ValueError")
+
+
+def test_tiny_writes_what_its_options_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from safetensors import safe_open
+
+    sizes = {"hidden": 32, "ffn": 40, "text-layers": 2, "heads": 4, "kv-heads": 4, "vision-hidden": 16, "vision-ffn": 24, "vision-layers": 3}
+    options = [word for name, size in {**sizes, "vision-heads": 2, "max-pixels": 12544, "vocab": 72}.items() for word in (f"--{name}", str(size))]
+    assert main(["tiny", "qwen2_5_vl", str(tmp_path / "hf"), "--tied", "--dtype", "bfloat16", "--weight-std", "0.001", "--seed", "4", *options]) == 0
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    assert [text[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads")] == [32, 40, 2, 4]
+    assert [vision[k] for k in ("hidden_size", "intermediate_size", "depth", "num_heads")] == [16, 24, 3, 2]
+    assert json.loads((tmp_path / "hf/preprocessor_config.json").read_text())["max_pixels"] == 12544
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        embedding = file.get_tensor("model.embed_tokens.weight")
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118  no container
+    assert tuple(embedding.shape) == (72, 32)
+    assert 0.0005 < embedding.float().std() < 0.002
+    assert "random qwen2_5_vl, seed 4" in capsys.readouterr().out
