@@ -190,14 +190,14 @@ def open_image(path: str, where: str = "") -> Image.Image:
     Raises:
         DataError: with the path and the sample.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         return Image.open(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such image file{_of(where)}") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = "not an image, or an empty file" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        reason = "not an image, or an empty file" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(f"{path}: cannot open this image ({reason}){_of(where)}; replace the file") from None
 
 
