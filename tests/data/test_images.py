@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from tangram.config.data import PreprocessParameters
+from tangram.config.model import ModelConfig
+from tangram.data.images import ImageProcessor, smart_resize
+from tangram.errors import ConfigError, DataError
+
+Photo = Callable[[str], str]
+
+
+@pytest.fixture
+def processor(hf_dir: Path, model: ModelConfig) -> Callable[[int, int], ImageProcessor]:
+    def make(low: int, high: int) -> ImageProcessor:
+        assert model.image_encoder is not None
+        preprocess = PreprocessParameters(model_name_or_path=str(hf_dir), image_min_pixels=low, image_max_pixels=high)
+        return ImageProcessor.from_config(preprocess, model.image_encoder.vision_encoder)
+
+    return make
+
+
+Make = Callable[[int, int], ImageProcessor]
+
+
+def hf_processor(low: int, high: int) -> Any:
+    try:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
+    except ImportError:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Processor
+    return Processor(min_pixels=low, max_pixels=high)
+
+
+@pytest.mark.parametrize(("low", "high"), [(3136, 200704), (1024, 84 * 84), (500000, 1003520)])
+@pytest.mark.parametrize("name", ["astronaut.png", "camera.png", "chelsea.png", "coffee.png", "rocket.jpg", "microaneurysms.png", "text.png"])
+def test_patches_are_those_of_transformers_bit_for_bit(processor: Make, photo: Photo, name: str, low: int, high: int) -> None:
+    ours, grid = processor(low, high).patches(photo(name))
+    theirs = hf_processor(low, high)(images=[Image.open(photo(name)).convert("RGB")], return_tensors="np")
+    assert list(grid) == theirs["image_grid_thw"][0].tolist()
+    assert ours.dtype == np.float32
+    assert np.array_equal(ours, theirs["pixel_values"])
+
+
+def test_drawn_pictures_of_a_published_set(processor: Make) -> None:
+    import easy_vqa
+
+    path = easy_vqa.get_test_image_paths()[0]
+    ours, grid = processor(3136, 7056).patches(path)
+    theirs = hf_processor(3136, 7056)(images=[Image.open(path).convert("RGB")], return_tensors="np")
+    assert np.array_equal(ours, theirs["pixel_values"]) and grid == (1, 4, 4)
+
+
+def test_the_header_alone_gives_the_grid(processor: Make, photo: Photo, tmp_path: Path) -> None:
+    assert processor(4 * 784, 256 * 784).grid(photo("rocket.jpg")) == (1, 26, 38)
+    half = tmp_path / "half.jpg"
+    half.write_bytes(Path(photo("rocket.jpg")).read_bytes()[:40000])
+    assert processor(4 * 784, 256 * 784).grid(str(half)) == (1, 26, 38)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "low", "high", "want"),
+    [
+        (28, 5600, 3136, 1003520, (28, 5600)),
+        (1, 200, 3136, 1003520, (28, 812)),
+        (639, 31, 3136, 15680, (560, 28)),
+        (31, 639, 3136, 15680, (28, 560)),
+        (28, 28, 0, 262144, (28, 28)),
+        (480, 640, 0, 262144, (420, 588)),
+        (427, 640, 0, 262144, (392, 616)),
+        (1080, 1920, 0, 262144, (364, 672)),
+        (1080, 1920, 3136, 156800, (280, 504)),
+        (480, 640, 3136, 1003520, (476, 644)),
+        (1, 1, 0, 262144, (28, 28)),
+        (13, 13, 0, 262144, (28, 28)),
+        (32, 64, 3136, 12845056, (56, 84)),
+    ],
+)
+def test_sizes_of_public_reports(height: int, width: int, low: int, high: int, want: tuple[int, int]) -> None:
+    assert smart_resize(height, width, 28, low, high) == want
+
+
+def test_sizes_equal_transformers_and_no_side_is_zero() -> None:
+    from transformers.models.qwen2_vl import image_processing_qwen2_vl, image_processing_pil_qwen2_vl  # noqa: I001
+
+    _ = image_processing_qwen2_vl
+    theirs = image_processing_pil_qwen2_vl.smart_resize
+    for height in range(1, 701, 3):
+        for width in range(1, 701, 7):
+            if max(height, width) / min(height, width) > 200:
+                continue
+            for low, high in ((3136, 1003520), (3136, 15680), (0, 262144)):
+                rows, columns = smart_resize(height, width, 28, low, high)
+                assert rows >= 28 and columns >= 28 and rows % 28 == 0 and columns % 28 == 0
+                reference = theirs(height, width, 28, low, high)
+                if min(reference) > 0:
+                    assert (rows, columns) == reference
+
+
+@pytest.mark.parametrize(("width", "height", "ratio"), [(5601, 28, "200.04"), (1, 201, "201.00")])
+def test_a_picture_too_thin_is_named(processor: Make, tmp_path: Path, width: int, height: int, ratio: str) -> None:
+    path = tmp_path / "thin.png"
+    Image.new("L", (width, height)).save(path)
+    with pytest.raises(DataError, match=rf"thin\.png: its sides {width} x {height} are to each other as {ratio} to 1; at most 200, in file, record 3"):
+        processor(3136, 1003520).grid(str(path), "file, record 3")
+
+
+def test_the_limits_of_the_run_are_in_force_not_those_of_the_folder(processor: Make, tmp_path: Path) -> None:
+    path = tmp_path / "hd.png"
+    Image.new("RGB", (1920, 1080)).save(path)
+    assert processor(3136, 156800).grid(str(path)) == (1, 20, 36)
+
+
+def test_exif_orientation_is_not_applied(processor: Make, tmp_path: Path) -> None:
+    path = tmp_path / "sideways.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (64, 32), "red").save(path, exif=exif)
+    make = processor(3136, 1003520)
+    assert make.grid(str(path)) == make.patches(str(path))[1] == (1, 4, 6)
+
+
+def test_truncated_and_empty_files_name_path_and_sample(processor: Make, photo: Photo, tmp_path: Path) -> None:
+    half, empty, gone = tmp_path / "half.jpg", tmp_path / "empty.png", tmp_path / "gone.png"
+    data = Path(photo("rocket.jpg")).read_bytes()
+    half.write_bytes(data[: len(data) // 2])
+    empty.write_bytes(b"")
+    make = processor(3136, 1003520)
+    with pytest.raises(DataError, match=r"half\.jpg: cannot decode this image \(image file is truncated.*in data, record 7"):
+        make.patches(str(half), "data, record 7")
+    with pytest.raises(DataError, match=r"empty\.png: cannot open this image \(not an image, or an empty file\), in data, record 7"):
+        make.grid(str(empty), "data, record 7")
+    with pytest.raises(DataError, match=r"gone\.png: no such image file"):
+        make.grid(str(gone))
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+
+
+def test_palettes_alpha_and_animations_become_rgb(processor: Make, tmp_path: Path) -> None:
+    make = processor(0, 784)
+    red = Image.new("RGB", (28, 28), (255, 0, 0))
+    blue = Image.new("RGB", (28, 28), (0, 0, 255))
+    transparent = red.copy()
+    transparent.putalpha(0)
+    red.save(tmp_path / "rgb.png")
+    red.convert("P").save(tmp_path / "palette.png")
+    transparent.save(tmp_path / "alpha.png")
+    red.save(tmp_path / "moving.gif", save_all=True, append_images=[blue])
+    want = make.patches(str(tmp_path / "rgb.png"))[0]
+    for name in ("palette.png", "alpha.png", "moving.gif"):
+        assert np.array_equal(make.patches(str(tmp_path / name))[0], want), name
+
+
+def test_pictures_of_sixteen_bits_are_refused(processor: Make, tmp_path: Path) -> None:
+    path = tmp_path / "deep.png"
+    Image.fromarray(np.full((28, 28), 40000, dtype=np.uint16)).save(path)
+    with pytest.raises(DataError, match=r"deep\.png: a picture of mode 'I;16'.*save it with 8 bits"):
+        processor(0, 784).grid(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch_size": 16}, "patch_size is 16 but model.json's vision encoder has 14"),
+        ({"merge_size": 4}, "merge_size is 4 but model.json's vision encoder has 2"),
+        ({"image_mean": None}, "a value of the wrong type"),
+        ({"do_normalize": False}, "do_normalize is False"),
+        ({"image_std": [1.0]}, "hold 3 and 1 numbers"),
+    ],
+)
+def test_a_processor_file_that_does_not_fit_is_refused(hf_dir: Path, model: ModelConfig, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    assert model.image_encoder is not None
+    raw = json.loads((hf_dir / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**raw, **change}))
+    with pytest.raises(ConfigError, match=message):
+        ImageProcessor.from_config(PreprocessParameters(model_name_or_path=str(tmp_path)), model.image_encoder.vision_encoder)
+
+
+def test_limits_that_leave_no_size_are_refused(processor: Make) -> None:
+    for low, high in ((0, 700), (5000, 4000)):
+        with pytest.raises(ConfigError, match=f"image_min_pixels {low}, image_max_pixels {high}: the maximum must be at least 784"):
+            processor(low, high)
