@@ -1,0 +1,167 @@
+"""megatron-core 0.16.1 on a machine without an accelerator.
+
+megatron-core names CUDA where it makes buffers, keeps random states and checks types. ``adapt`` replaces exactly the names of ``PATCHES``,
+each with the places of megatron-core that need it. ``torch.cuda.is_available()`` keeps saying False, the ``torch`` namespace itself is left
+alone, and nothing intercepts tensor operations, so a step costs what it costs without the adaptation (``bench/cpu_adaptation.py``).
+
+"CUDA" random states become those of the default CPU generator: it is the one that dropout draws from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _synchronize(device: object = None) -> None:
+    """Nothing runs behind the caller's back on a CPU."""
+
+
+def _get_rng_state(device: object = "cuda") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _stay(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return self
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``factory`` with ``device="cuda"`` read as the CPU."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _TorchOnCpu(types.ModuleType):
+    """torch as one module of megatron-core sees it: the same names, but tensors asked for on "cuda" come on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.__dict__.update(torch.__dict__)
+        for name in ("empty", "ones", "tensor", "zeros"):
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)  # what torch loads on first use
+
+
+_TYPE_OF = torch.Tensor.type
+
+
+def _type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    answer = _TYPE_OF(self, *args, **kwargs)
+    return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+
+def _accepts_cpu_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, during which ``tensor.type()`` gives the name of the CUDA type that it insists on."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.Tensor.type = _type_as_on_cuda  # type: ignore[method-assign]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.Tensor.type = _TYPE_OF  # type: ignore[method-assign]
+
+    return call
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced name.
+
+    Args:
+        owner: module, or ``module:Class``.
+        name: attribute of it.
+        make: given the original, returns what stands in for it.
+        serves: the places in megatron-core that need it.
+    """
+
+    owner: str
+    name: str
+    make: Callable[[Any], Any]
+    serves: str
+
+    def install(self) -> None:
+        module, _, inner = self.owner.partition(":")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, inner) if inner else owner
+        setattr(owner, self.name, self.make(getattr(owner, self.name)))
+
+
+def _instead(replacement: object) -> Callable[[Any], Any]:
+    return lambda original: replacement
+
+
+_CORE = "megatron.core"
+_ALLOCATES = "buffers asked for with device=torch.cuda.current_device()"
+_torch = _TorchOnCpu()
+
+PATCHES: tuple[Patch, ...] = (
+    Patch("torch.cuda", "current_device", _instead(_current_device), f"{_ALLOCATES}: param_and_grad_buffer 783-806, mappings 91-181, rotary_pos_embedding 297"),
+    Patch("torch.cuda", "synchronize", _instead(_synchronize), "timers 152, 165"),
+    Patch("torch.cuda", "get_rng_state", _instead(_get_rng_state), "tensor_parallel.random 235, 238"),
+    Patch("torch.cuda.random", "get_rng_state", _instead(_get_rng_state), "tensor_parallel.random 55"),
+    Patch("torch.cuda", "manual_seed", _instead(_manual_seed), "tensor_parallel.random 237, 422"),
+    Patch(f"{_CORE}.tensor_parallel.random", "_set_cuda_rng_state", _instead(_set_rng_state), "tensor_parallel.random 240, fork, checkpoint"),
+    Patch("torch:Tensor", "cuda", _instead(_stay), "tensor_parallel.data 84, optimizer.grad_scaler 140, language_module 244"),
+    Patch(f"{_CORE}.pipeline_parallel.schedules", "torch", _instead(_torch), "token counters 596, 983, 2138"),
+    Patch(f"{_CORE}.optimizer.clip_grads", "torch", _instead(_torch), "gradient norm 103-115, clipping 174"),
+    Patch(f"{_CORE}.optimizer.optimizer", "torch", _instead(_torch), "loss scales and overflow flags 473-485, 907"),
+    Patch(f"{_CORE}.optimizer.grad_scaler", "torch", _instead(_torch), "loss scale 15, 88-94"),
+    Patch(f"{_CORE}.utils", "torch", _instead(_torch), "gradient norm without fused kernels 1207"),
+    Patch(f"{_CORE}.transformer.utils", "torch", _instead(_torch), "causal masks of core's own attention 35, 40"),
+    Patch(f"{_CORE}.tensor_parallel.data", "torch", _instead(_torch), "broadcast_data 37"),
+    Patch(f"{_CORE}.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", _accepts_cpu_tensors, "type check 167"),
+    Patch(f"{_CORE}.optimizer.optimizer", "clip_grad_by_total_norm_fp32", _accepts_cpu_tensors, "the same, imported by name"),
+    Patch(f"{_CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _accepts_cpu_tensors, "type checks 671, 690"),
+    Patch(f"{_CORE}.optimizer.distrib_optimizer:DistributedOptimizer", "__init__", _accepts_cpu_tensors, "type checks 361, 420, 582"),
+)
+
+_adapted = False
+
+
+def adapt() -> bool:
+    """Install ``PATCHES`` where there is no accelerator. Does so once, however often it is called.
+
+    Returns:
+        Whether megatron-core runs adapted in this process.
+    """
+    global _adapted
+    from tangram.platform import current
+
+    if _adapted or current().name != "cpu":
+        return _adapted
+    for patch in PATCHES:
+        patch.install()
+    # The tracker warns when a fork of the "CUDA" state moves the CPU's; here they are one.
+    logging.getLogger(f"{_CORE}.tensor_parallel.random").addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    _adapted = True
+    return True

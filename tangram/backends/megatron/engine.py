@@ -1,0 +1,320 @@
+"""The engine on megatron-core: this rank's model chunks, their optimizer, and the schedules that run them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.megatron.forward import ForwardStep, check_report, get_batch, report_loss
+from tangram.backends.megatron.parallel import ParallelRanks, initialize
+from tangram.backends.megatron.settings import DTYPES, ddp_config, effective_model, freeze_arguments, optimizer_config
+from tangram.config.model import ModelConfig
+from tangram.config.run import RunConfig
+from tangram.errors import ConfigError
+from tangram.placement.blocks import Placement, canonical_shapes, place
+from tangram.placement.table import Rule, padded_vocabulary
+from tangram.placement.topology import Chunk, Topology
+from tangram.platform import current
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+ChunkBuilder = Callable[[ModelConfig, Chunk, Topology, torch.dtype, int], nn.Module]
+"""``build_chunk(model, chunk, topology, dtype, padded_vocab)``; see ``tangram.models.vlm.build_model_chunk``."""
+
+
+class LocalChunk(NamedTuple):
+    """One model chunk of this rank, with where its parameters live in canonical tensors."""
+
+    chunk: Chunk
+    placement: Placement
+    parameters: dict[str, nn.Parameter]
+    """By the names of ``placement.tensors``."""
+
+
+class MegatronEngine:
+    """Implements ``tangram.backends.engine.Engine``.
+
+    Weights are whatever ``build_chunk`` left: write them into ``chunks`` in place, then call ``weights_changed``.
+
+    Attributes:
+        chunks: this rank's model chunks, in order of virtual stage.
+        models: the same, wrapped for data parallelism and precision.
+        optimizer: megatron-core's, with fp32 masters of 16-bit parameters. Biases, norms and other 1-D parameters have no weight decay.
+        table: the family's tensor table; ``canonical_shapes`` the model's tensors and their shapes.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        forward_step: ForwardStep | None = None,
+        build_chunk: ChunkBuilder | None = None,
+        table: Sequence[Rule] | None = None,
+    ) -> None:
+        """Build this rank's part of the model. Joins the process group; every rank must call it.
+
+        Args:
+            forward_step: a user's; by default the batch goes to the model and the loss is the run's loss type.
+            build_chunk: builds one chunk; by default the assembled model's.
+            table: the tensor table; by default that of the family which ``model_id`` names.
+
+        Raises:
+            ConfigError: the processes or settings do not fit the topology.
+            PlacementError: the built chunks are not those of the tensor table.
+        """
+        self.run = run
+        self.topology = run.topology()
+        self.model = effective_model(run)
+        self.dtype = DTYPES[run.training.dtype]
+        self.ranks: ParallelRanks = initialize(run.parallel, self.topology, run.training.seed)
+        self.data_parallel_rank = self.ranks.data_parallel_rank
+        self.data_parallel_size = self.ranks.data_parallel_size
+        padded = padded_vocabulary(self.model.text_decoder.vocab_size, self.topology.tensor, run.parallel.make_vocab_size_divisible_by)
+        self.table = list(table) if table is not None else _family_table(self.model, padded)
+        self.canonical_shapes = canonical_shapes(self.table, self.topology)
+        self.chunks: list[LocalChunk] = []
+        self._loss: float | None = None
+        self._gathered = False
+        modules = self._build_chunks(build_chunk or _assembled_model(), padded)
+        first, last = self._tied_copies(modules)
+        self.models = self._wrap(modules)
+        self.optimizer = self._make_optimizer()
+        self._forward_step = forward_step or _default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
+        self._prepare_schedule(first, last)
+
+    def _build_chunks(self, build_chunk: ChunkBuilder, padded_vocab: int) -> list[nn.Module]:
+        from megatron.core import parallel_state
+
+        from tangram.models.marks import mark_parallel
+
+        modules = []
+        for vp_rank in range(self.topology.virtual):
+            if self.topology.virtual > 1:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(vp_rank)
+            chunk = self.topology.chunk(self.ranks.pipeline_parallel_rank, vp_rank)
+            module = build_chunk(self.model, chunk, self.topology, self.dtype, padded_vocab).to(self.ranks.device)
+            module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
+            placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk)
+            parameters = dict(module.named_parameters())
+            mark_parallel(parameters, placement)
+            self.chunks.append(LocalChunk(chunk, placement, parameters))
+            modules.append(module)
+        return modules
+
+    def _tied_copies(self, modules: Sequence[nn.Module]) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """The word embedding and its copy in another chunk, as far as this rank holds them; none of untied or same-chunk ones."""
+        from tangram.backends.megatron.gradients import mark_tied
+
+        topology = self.topology
+        if self.model.text_decoder.untie_embeddings_and_output_weights or topology.text_first_chunk is topology.text_last_chunk:
+            return None, None
+        held = {local.chunk.position: module for local, module in zip(self.chunks, modules, strict=True)}
+        first, last = (
+            held[chunk.position].shared_embedding_or_output_weight() if chunk.position in held else None  # type: ignore[operator]
+            for chunk in (topology.text_first_chunk, topology.text_last_chunk)
+        )
+        mark_tied(first, last)
+        return first, last
+
+    def _wrap(self, modules: Sequence[nn.Module]) -> list[Any]:
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.transformer.module import Float16Module
+
+        settings = ddp_config(self.run)
+        models = []
+        for number, module in enumerate(modules):
+            config: Any = module.config
+            # The wrappers read these when they are made: sums, not means, over data-parallel ranks; fp32 outputs on the last stage alone.
+            config.calculate_per_token_loss = True
+            config.virtual_pipeline_model_parallel_size = self.topology.virtual if self.topology.virtual > 1 else None
+            wrapped = module if self.dtype == torch.float32 else Float16Module(config, module)  # type: ignore[arg-type]
+            models.append(DistributedDataParallel(config, settings, wrapped, disable_bucketing=number > 0))
+        return models
+
+    def _make_optimizer(self) -> MegatronOptimizer:
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        return get_megatron_optimizer(optimizer_config(self.run), self.models, use_gloo_process_groups=False)
+
+    def _prepare_schedule(self, first: nn.Parameter | None, last: nn.Parameter | None) -> None:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from tangram.backends.megatron.communicator import PipelineCommunicator
+        from tangram.backends.megatron.gradients import make_finalizer
+
+        virtual = self.topology.virtual if self.topology.virtual > 1 else None
+        no_sync = [model.no_sync for model in self.models]
+        for model in self.models:
+            config = model.config
+            config.pipeline_model_parallel_size = self.topology.pipeline
+            config.microbatch_group_size_per_vp_stage = self.topology.pipeline
+            config.pipeline_dtype = self.dtype
+            config.deallocate_pipeline_outputs = True
+            config.finalize_model_grads_func = make_finalizer(self.models, first, last)
+            config.grad_scale_func = self.optimizer.scale_loss if self.dtype == torch.float16 else None
+            if self.run.parallel.overlap_grad_reduce:
+                config.no_sync_func = no_sync if virtual else no_sync[0]
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self._communicator = PipelineCommunicator(self.ranks, self.models[0].config, self.topology, self.model)
+        self._schedule = get_forward_backward_func(self.topology.pipeline, virtual)
+
+    def forward_backward(self, micro_batches: Sequence[Batch]) -> ForwardResult:
+        """Run this rank's micro-batches of one global batch; gradients are final and unclipped afterwards.
+
+        Raises:
+            ConfigError: with virtual stages, micro-batches that do not fill the pipeline evenly.
+        """
+        self._clear_gradients()
+        for model in self.models:
+            model.train()
+        result = self._run_schedule(micro_batches, forward_only=False)
+        self._loss = result.loss
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch]) -> ForwardResult:
+        """Loss without gradients; dropout is off."""
+        for model in self.models:
+            model.eval()
+        return self._run_schedule(micro_batches, forward_only=True)
+
+    def _run_schedule(self, micro_batches: Sequence[Batch], forward_only: bool) -> ForwardResult:
+        count, stages = len(micro_batches), self.topology.pipeline
+        if self.topology.virtual > 1 and (count == 0 or count % stages):
+            raise ConfigError(
+                f"{count} micro-batches per data-parallel rank are not a multiple of the pipeline size {stages}, which virtual stages need; "
+                "change global_batch_size or micro_batch_size"
+            )
+        self._communicator.begin(micro_batches, forward_only)
+        reports = self._schedule(
+            forward_step_func=self._step_one,
+            data_iterator=[iter(micro_batches) for _ in self.models],
+            model=self.models,
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=self._communicator,
+            pg_collection=self._groups,
+        )
+        self._communicator.finish()
+        return self._total(reports, micro_batches)
+
+    def _step_one(self, iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+        from megatron.core.utils import make_viewless_tensor
+
+        output, loss_func = self._forward_step(iterator, model)
+        if isinstance(output, Tensor):
+            # The schedule frees an output's memory once sent, which it cannot do to a view.
+            output = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+        return output, lambda value: check_report(loss_func(value))
+
+    def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
+        """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
+        totals = [0.0, 0.0, 0.0]
+        if self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1 and self.ranks.tensor_parallel_rank == 0:
+            pairs = [report["loss"] for report in reports]
+            labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+            totals = [sum(float(n) for n, _ in pairs), sum(float(d) for _, d in pairs), float(labels)]
+        summed = torch.tensor(totals, dtype=current().sum_dtype, device=self.ranks.device)
+        dist.all_reduce(summed)
+        numerator, denominator, tokens = summed.tolist()
+        return ForwardResult(loss=numerator / denominator if denominator else 0.0, tokens=int(tokens))
+
+    @torch.no_grad()
+    def step(self, lr: float) -> StepResult:
+        """Clip, update with learning rate ``lr``, clear gradients.
+
+        A loss, gradient or fp16 overflow that is not finite on any rank makes all ranks leave weights and moments as they are.
+        """
+        from tangram.backends.megatron.gradients import clip
+
+        assert self._loss is not None, "step() follows forward_backward()"
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self.run.training.weight_decay * group["wd_mult"]
+        overflow = self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        skipped = overflow or not math.isfinite(norm) or not math.isfinite(self._loss)
+        if not skipped:
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            clip(parameters, norm, self.run.training.clip_grad)
+            self.optimizer.step_with_ready_grads()
+        self._clear_gradients()
+        return StepResult(grad_norm=norm, skipped=skipped)
+
+    def _clear_gradients(self) -> None:
+        self._loss, self._gathered = None, False
+        self.optimizer.zero_grad()
+        for model in self.models:
+            model.zero_grad_buffer()
+
+    def weights_changed(self) -> None:
+        """Tell the optimizer that parameters were written to, so that its fp32 masters follow."""
+        self.optimizer.reload_model_params()
+
+    def finish_parameter_gather(self) -> None:
+        """Make parameters whole after a step with ``overlap_param_gather``, before they are read outside a forward pass. Collective."""
+        if self.run.parallel.overlap_param_gather:
+            for model in self.models:
+                model.start_param_sync(force_sync=True)
+
+    def canonical_parameters(self) -> Iterator[CanonicalTensor]:
+        """This rank's parameters. Collective with ``overlap_param_gather``."""
+        self.finish_parameter_gather()
+        return self._canonical(lambda parameter: parameter.detach())
+
+    def canonical_gradients(self) -> Iterator[CanonicalTensor]:
+        """This rank's gradients, fp32, of the loss that ``forward_backward`` returned; none for frozen parameters. Collective."""
+        from tangram.backends.megatron.gradients import gather_gradients
+
+        assert self._loss is not None, "canonical_gradients() follows forward_backward() and goes before step()"
+        if not self._gathered:
+            gather_gradients(self.models)
+            self._gathered = True
+        scale = float(self.optimizer.get_loss_scale())
+        return self._canonical(lambda p: p.main_grad / scale if scale != 1 else p.main_grad, trainable_only=True)  # type: ignore[union-attr]
+
+    def _canonical(self, value: Callable[[nn.Parameter], Tensor], trainable_only: bool = False) -> Iterator[CanonicalTensor]:
+        for _, placement, parameters in self.chunks:
+            for name, tensor in placement.tensors.items():
+                if trainable_only and not parameters[name].requires_grad:
+                    continue
+                whole = value(parameters[name])
+                for block in tensor.blocks:
+                    if block.canonical is not None:
+                        shape = self.canonical_shapes[block.canonical]
+                        yield CanonicalTensor(block.canonical, block.canonical_start, shape, whole[block.local_slices])
+
+
+def _family_table(model: ModelConfig, padded_vocab: int) -> list[Rule]:
+    from tangram.families.base import get_family
+
+    return get_family(model.model_id).tensor_table(model, padded_vocab)
+
+
+def _assembled_model() -> ChunkBuilder:
+    from tangram.models.vlm import build_model_chunk
+
+    return build_model_chunk
+
+
+def _default_forward_step(loss_type: str, device: torch.device, dtype: torch.dtype) -> ForwardStep:
+    from tangram.losses.modes import reduce_losses
+
+    def loss_func(output: Any) -> Any:
+        losses = output["loss_dict"]
+        return report_loss(*reduce_losses(loss_type, losses["token_losses"], losses["rows"]))
+
+    def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+        return model(**get_batch(iterator, device, dtype)), loss_func
+
+    return forward_step

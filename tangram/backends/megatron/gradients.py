@@ -1,0 +1,61 @@
+"""Gradients between the last backward pass and the optimizer: summed over copies, divided by the count, whole when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from torch import nn
+
+
+def mark_tied(first: nn.Parameter | None, last: nn.Parameter | None) -> None:
+    """Mark the two copies of a tied embedding, of which a rank may hold none, either or both.
+
+    megatron-core leaves the ``shared`` one out of the gradient norm, and shards both alike in the distributed optimizer.
+    """
+    for parameter in (first, last):
+        if parameter is not None:
+            parameter.shared_embedding = True  # type: ignore[attr-defined]
+    if last is not None:
+        last.shared = True  # type: ignore[attr-defined]
+
+
+def make_finalizer(models: Sequence[DistributedDataParallel], first: nn.Parameter | None, last: nn.Parameter | None) -> Callable[..., None]:
+    """``finalize_model_grads_func`` for the schedules.
+
+    megatron-core takes a rank's first chunk for the one with the word embedding; here it may be a later one, so that one is put first. Two
+    copies on one rank have no group to be summed over and are summed here.
+    """
+    ordered = sorted(models, key=lambda model: first is None or all(p is not first for p in model.parameters()))
+
+    def finalize(model: object, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+        finalize_model_grads(ordered, num_tokens, **kwargs)
+        if first is not None and last is not None and first.requires_grad:
+            first.main_grad += last.main_grad  # type: ignore[attr-defined]
+            last.main_grad.copy_(first.main_grad)  # type: ignore[attr-defined]
+
+    return finalize
+
+
+def gather_gradients(models: Sequence[DistributedDataParallel]) -> None:
+    """Make ``main_grad`` whole on every rank where the distributed optimizer left only this rank's part of each bucket. Collective."""
+    for model in models:
+        for group in model.bucket_groups:
+            if not model.ddp_config.use_distributed_optimizer:
+                continue
+            members = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                part = bucket.grad_data.chunk(members.size())[members.rank()]
+                dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=members)
+
+
+def clip(parameters: Sequence[torch.Tensor], norm: float, largest: float) -> None:
+    """Scale gradients so that their global ``norm`` is at most ``largest``; 0 leaves them (Megatron's rule, with its 1e-6)."""
+    coefficient = largest / (norm + 1e-6)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if largest > 0 and coefficient < 1 and gradients:
+        torch._foreach_mul_(gradients, coefficient)
