@@ -113,6 +113,23 @@ def _describe(section: type[BaseModel], error: ValidationError, where: str, name
     return f"{where}: {names.get(key, key) or section.__name__}: {message}{value}{hint}{more}"
 
 
+def _no_repeats(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ConfigError(f"key {twice!r} stands twice in one mapping; remove one")
+    return content
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _no_repeats([(self.construct_object(key), None) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"])
+        return super().construct_mapping(node, deep)
+
+
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """Read a .json, .yaml or .yml file whose top level is a mapping.
 
@@ -124,7 +141,12 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            raw = json.loads(text, object_pairs_hook=_no_repeats)
+        else:
+            raw = yaml.load(text, _UniqueKeys)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
