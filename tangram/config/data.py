@@ -1,4 +1,7 @@
-"""The typed form of data.json. Key names are those of MindSpeed-MM's data.json (which are LLaMA-Factory's)."""
+"""The typed form of data.json. Key names are those of MindSpeed-MM's data.json (which are LLaMA-Factory's).
+
+Other keys of the public files: see ``tangram.config.public_keys``.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from tangram.config.parsing import Section
+from tangram.config.parsing import LocalPath, LocalPaths, Section
 
 
 class PreprocessParameters(Section):
     """Tokenizer and media processing."""
 
-    model_name_or_path: str
+    model_name_or_path: LocalPath
     """Folder with the tokenizer and preprocessor_config.json of the Hugging Face model."""
     image_max_pixels: int = Field(default=768 * 768, ge=1)
     """Images with more pixels are scaled down before patching."""
@@ -22,16 +25,17 @@ class PreprocessParameters(Section):
 class BasicParameters(Section):
     """Which samples, and how they become tokens."""
 
-    dataset: str
+    dataset: LocalPaths
     """Path of a JSON file of samples, or several separated by commas."""
-    dataset_dir: str = "."
+    dataset_dir: LocalPath = "."
     """Folder that relative media paths start from."""
     template: str | None = None
     """Chat template; None: the family's."""
     train_on_prompt: bool = False
     mask_history: bool = False
     max_samples: int | None = Field(default=None, ge=1)
-    val_dataset: str | None = None
+    val_dataset: LocalPaths | None = None
+    """Like ``dataset``, for evaluation; read every ``eval_interval`` steps."""
     val_max_samples: int | None = Field(default=None, ge=1)
 
 
@@ -45,7 +49,8 @@ class DatasetAttr(Section):
     content_tag: str = "content"
     user_tag: str = "user"
     assistant_tag: str = "assistant"
-    system_tag: str = "system"
+    system_tag: str | None = "system"
+    """None: samples hold no system turns."""
     formatting: Literal["sharegpt"] = "sharegpt"
 
 

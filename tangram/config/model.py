@@ -6,15 +6,25 @@ Key names are those of MindSpeed-MM's model.json. A key is here only if it has a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tangram.config.parsing import Section
+from tangram.placement.topology import layer_grid
 
 Activation = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
-LayerList = list[int] | list[list[int]]
+
+
+def _layer_list(value: Any) -> Any:
+    if value is not None:
+        layer_grid(value, "layers per stage")
+    return value
+
+
+LayerList = Annotated[list[int] | list[list[int]], BeforeValidator(_layer_list)]
+"""Layers per pipeline stage, ``[12, 16]``, or one such list per virtual stage."""
 
 
 class RecomputeKeys(Section):
@@ -124,9 +134,7 @@ class ImageEncoderConfig(Section):
         if projector.input_size != encoder.hidden_size:
             raise ValueError(f"vision_projector.input_size {projector.input_size} is not vision_encoder.hidden_size {encoder.hidden_size}")
         if projector.ffn_hidden_size != merged:
-            raise ValueError(
-                f"vision_projector.ffn_hidden_size {projector.ffn_hidden_size} is not hidden_size * spatial_merge_size^2 = {merged}"
-            )
+            raise ValueError(f"vision_projector.ffn_hidden_size {projector.ffn_hidden_size} is not hidden_size * spatial_merge_size^2 = {merged}")
         return self
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from tangram.errors import ConfigError, suggest
 
@@ -17,26 +19,68 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {annotation, *get_args(annotation)} & {int, float}:
+            raise ValueError(f"expected a number, got {str(value).lower()}")
+        return value
+
+
+def _resolve(value: str, info: ValidationInfo) -> str:
+    base = (info.context or {}).get("base")
+    return str(Path(base, Path(value).expanduser()).resolve()) if base else value
+
+
+def _resolve_each(value: str, info: ValidationInfo) -> str:
+    return ",".join(_resolve(part.strip(), info) for part in value.split(","))
+
+
+LocalPath = Annotated[str, AfterValidator(_resolve)]
+"""A path; made absolute against the ``base`` that ``parse_section`` is given."""
+
+LocalPaths = Annotated[str, AfterValidator(_resolve_each)]
+"""Paths separated by commas, each like ``LocalPath``."""
 
 S = TypeVar("S", bound=Section)
 
 
-def _known_keys(section: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    """Names of the fields that stand where ``path`` ends, following nested sections."""
-    current: Any = section
+def section_at(section: type[BaseModel], path: Sequence[Any]) -> type[BaseModel] | None:
+    """The nested section that ``path`` leads to; None where it leads to none."""
+    current: type[BaseModel] | None = section
     for part in path:
-        field = getattr(current, "model_fields", {}).get(part)
-        if field is None:
-            return []
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        field = current.model_fields.get(part) if current is not None else None
+        candidates = () if field is None else (field.annotation, *get_args(field.annotation))
         current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if current is None:
-            return []
-    return list(current.model_fields)
+    return current
 
 
-def parse_section(section: type[S], raw: Any, where: str) -> S:
+def leaf_keys(section: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key that holds a value, as a path; nested sections are followed."""
+    for name in section.model_fields:
+        nested = section_at(section, (name,))
+        if nested is None:
+            yield (*prefix, name)
+        else:
+            yield from leaf_keys(nested, (*prefix, name))
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``below`` with the keys of ``above`` on top; mappings that both hold are merged."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def parse_section(section: type[S], raw: Any, where: str, *, base: str | Path | None = None, names: Mapping[str, str] | None = None) -> S:
     """Validate ``raw`` as ``section``.
+
+    Args:
+        base: folder that relative paths start from; None: they stay as they are.
+        names: how messages call a dotted key, where not by itself.
 
     Raises:
         ConfigError: one line that names ``where``, the dotted key, the value and the mend.
@@ -44,19 +88,46 @@ def parse_section(section: type[S], raw: Any, where: str) -> S:
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected a mapping of keys to values, got {type(raw).__name__}")
     try:
-        return section.model_validate(raw)
+        return section.model_validate(raw, context={"base": base})
     except ValidationError as error:
-        findings = error.errors()
-        first = findings[0]
-        key = ".".join(str(part) for part in first["loc"])
-        more = f" ({len(findings) - 1} more like this)" if len(findings) > 1 else ""
-        if first["type"] == "extra_forbidden":
-            *parents, name = first["loc"]
-            hint = suggest(str(name), _known_keys(section, tuple(parents)))
-            raise ConfigError(f"{where}: unknown key {key!r}{hint}; remove it or correct its name{more}") from None
-        message = first["msg"].removeprefix("Value error, ")
-        value = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r}"
-        raise ConfigError(f"{where}: {key or section.__name__}: {message}{value}{more}") from None
+        raise ConfigError(_describe(section, error, where, names or {})) from None
+
+
+def _describe(section: type[BaseModel], error: ValidationError, where: str, names: Mapping[str, str]) -> str:
+    """The first of pydantic's findings as one line, and how many more there are."""
+    findings = error.errors()
+    first = findings[0]
+    key = ".".join(str(part) for part in first["loc"])
+    more = f" ({len(findings) - 1} more like this)" if len(findings) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        *parents, name = first["loc"]
+        nested = section_at(section, parents)
+        hint = suggest(str(name), nested.model_fields if nested else ())
+        return f"{where}: unknown key {key!r}{hint}; remove it or correct its name{more}"
+    if first["type"] == "missing":
+        return f"{where}: {names.get(key, key)} is missing; add it{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    value = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+    choices = re.findall(r"'([^']*)'", first["ctx"]["expected"]) if first["type"] == "literal_error" else []
+    hint = suggest(str(first["input"]), choices)
+    return f"{where}: {names.get(key, key) or section.__name__}: {message}{value}{hint}{more}"
+
+
+def _no_repeats(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ConfigError(f"key {twice!r} stands twice in one mapping; remove one")
+    return content
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _no_repeats([(self.construct_object(key), None) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"])
+        return super().construct_mapping(node, deep)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -70,7 +141,12 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            raw = json.loads(text, object_pairs_hook=_no_repeats)
+        else:
+            raw = yaml.load(text, _UniqueKeys)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tangram.config.data import DataConfig
-from tangram.config.model import LayerList, ModelConfig
-from tangram.config.parsing import Section
+from tangram.config.model import LayerList, ModelConfig, RecomputeKeys
+from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
-from tangram.placement.topology import Topology
+from tangram.errors import ConfigError
+from tangram.placement.table import padded_vocabulary
+from tangram.placement.topology import LayerGrid, Topology, layer_grid
 
 
 class ParallelConfig(Section):
@@ -19,6 +21,7 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    context_parallel_size: int = 1
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
     llm_pp_layers: LayerList | None = None
@@ -30,29 +33,40 @@ class ParallelConfig(Section):
     distributed_backend: Literal["gloo", "nccl", "hccl"] | None = None
     """None: what the platform offers."""
     make_vocab_size_divisible_by: int = Field(default=1, ge=1)
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    @field_validator("context_parallel_size")
+    @classmethod
+    def _no_context_parallelism(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(f"context parallelism is not supported yet by the megatron backend, got size {value}; set it to 1")
+        return value
+
+    @model_validator(mode="after")
+    def _overlaps_fit(self) -> ParallelConfig:
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce; set both, or leave it out")
+        return self
 
 
 class ModelSource(Section):
     """Where the model's description and its weights come from."""
 
-    config: ModelConfig
-    hf_dir: str | None = None
+    config: SerializeAsAny[ModelConfig]
+    hf_dir: LocalPath | None = None
     """Hugging Face directory whose config the model was read from or is compared with."""
-    load: str | None = None
+    load: LocalPath | None = None
     """Weights to start from: a Hugging Face directory, an mp_rank directory or a training checkpoint. None: random, from the seed."""
-    plugin: list[str] = []
+    plugin: list[LocalPath] = []
     """Python files or folders imported first; they register families and components."""
 
 
-class FeaturesConfig(Section):
-    """Freezing and recomputation; None leaves what model.json says."""
+class FeaturesConfig(RecomputeKeys):
+    """Freezing and recomputation of the assembled model; None leaves what model.json says."""
 
     freeze_vision_encoder: bool | None = None
     freeze_vision_projector: bool | None = None
     freeze_text_decoder: bool | None = None
-    recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = Field(default=None, ge=1)
 
 
 class TrainingConfig(Section):
@@ -82,9 +96,12 @@ class TrainingConfig(Section):
     loss_type: Literal["default", "per_sample_loss", "per_token_loss"] = "default"
     log_interval: int = Field(default=1, ge=1)
     log_tps: bool = False
+    """Write tokens per sample to the log line."""
     eval_interval: int | None = Field(default=None, ge=1)
     eval_iters: int = Field(default=0, ge=0)
-    save: str | None = None
+    exit_interval: int | None = Field(default=None, ge=1)
+    """Save and stop at the first step that is a multiple of this."""
+    save: LocalPath | None = None
     """Folder of checkpoints; None: nothing is saved."""
     save_interval: int | None = Field(default=None, ge=1)
     no_save_optim: bool = False
@@ -92,7 +109,7 @@ class TrainingConfig(Section):
     no_load_optim: bool = False
     no_load_rng: bool = False
     num_workers: int = Field(default=0, ge=0)
-    metrics_file: str | None = None
+    metrics_file: LocalPath | None = None
     """JSON-lines file that gets one record per step. None: metrics.jsonl in ``save``."""
     deterministic: bool = False
 
@@ -102,6 +119,10 @@ class TrainingConfig(Section):
             raise ValueError(f"lr_warmup_fraction {self.lr_warmup_fraction} and lr_warmup_iters {self.lr_warmup_iters}: give one of them")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is larger than lr {self.lr}")
+        if (self.eval_interval is None) != (self.eval_iters == 0):
+            raise ValueError(
+                f"eval_interval {self.eval_interval} and eval_iters {self.eval_iters} belong together: give both to evaluate, neither to leave it out"
+            )
         if self.save_interval is not None and self.save is None:
             raise ValueError(f"save_interval {self.save_interval} needs save, the folder to write to")
         return self
@@ -116,21 +137,81 @@ class RunConfig(Section):
     training: TrainingConfig
     tools: ToolsConfig = ToolsConfig()
 
+    @property
+    def vit_layers(self) -> LayerList | None:
+        """Vision layers per stage, from wherever they are given."""
+        encoder = self.model.config.image_encoder
+        return self.parallel.vit_pp_layers or (encoder.vision_encoder.pipeline_num_layers if encoder else None)
+
+    @property
+    def llm_layers(self) -> LayerList | None:
+        """Text layers per stage, from wherever they are given."""
+        return self.parallel.llm_pp_layers or self.model.config.text_decoder.pipeline_num_layers
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the word embedding over all tensor-parallel ranks."""
+        return padded_vocabulary(
+            self.model.config.text_decoder.vocab_size, self.parallel.tensor_model_parallel_size, self.parallel.make_vocab_size_divisible_by
+        )
+
     def topology(self) -> Topology:
         """The split that ``parallel`` and the model's ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build``.
+            ConfigError: as ``Topology.build``; the lists given in two places differ; or they do not have the pipeline sizes of ``parallel``.
         """
         encoder = self.model.config.image_encoder
         vision = encoder.vision_encoder if encoder else None
         text = self.model.config.text_decoder
-        vit = self.parallel.vit_pp_layers or (vision.pipeline_num_layers if vision else None)
-        llm = self.parallel.llm_pp_layers or text.pipeline_num_layers
+        _agree("vit_pp_layers", self.parallel.vit_pp_layers, "vision_encoder.pipeline_num_layers", vision.pipeline_num_layers if vision else None)
+        _agree("llm_pp_layers", self.parallel.llm_pp_layers, "text_decoder.pipeline_num_layers", text.pipeline_num_layers)
+        pipeline, virtual = self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size or 1
+        if self.llm_layers is None and pipeline * virtual > 1:
+            raise ConfigError(
+                f"pipeline_model_parallel_size {pipeline} x {virtual} virtual stages needs the layers of each stage: give pipeline_num_layers in "
+                "vision_encoder and text_decoder of model.json, or parallel.vit_pp_layers and parallel.llm_pp_layers"
+            )
+        for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
+            if layers is not None:
+                _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
         return Topology.build(
             vision_layers=vision.num_layers if vision else 0,
             text_layers=text.num_layers,
             tensor=self.parallel.tensor_model_parallel_size,
-            vit_pp_layers=vit,
-            llm_pp_layers=llm,
+            vit_pp_layers=self.vit_layers,
+            llm_pp_layers=self.llm_layers,
+        )
+
+    def assembled_model(self) -> ModelConfig:
+        """The model config with what ``features`` sets put into its components."""
+        features, model = self.features, self.model.config
+        recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
+
+        def component(section: Section, freeze: bool | None, extra: dict[str, object]) -> Section:
+            return section.model_copy(update=extra if freeze is None else {**extra, "freeze": freeze})
+
+        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, recompute)}
+        if model.image_encoder is not None:
+            parts = {
+                "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, recompute),
+                "vision_projector": component(model.image_encoder.vision_projector, features.freeze_vision_projector, {}),
+            }
+            update["image_encoder"] = model.image_encoder.model_copy(update=parts)
+        return model.model_copy(update=update)
+
+
+def _agree(first: str, mine: LayerList | None, second: str, theirs: LayerList | None) -> None:
+    if mine is not None and theirs is not None and layer_grid(mine, first) != layer_grid(theirs, second):
+        raise ConfigError(f"parallel.{first} {mine} and {second} {theirs} of the model differ; correct one, or give only one of them")
+
+
+def _check_lengths(what: str, grid: LayerGrid, layers: LayerList, pipeline: int, virtual: int) -> None:
+    if len(grid[0]) != pipeline:
+        raise ConfigError(
+            f"{what} {layers} has {len(grid[0])} numbers per row, but pipeline_model_parallel_size is {pipeline}; give one number per pipeline stage"
+        )
+    if len(grid) != virtual:
+        raise ConfigError(
+            f"{what} {layers} has {len(grid)} rows, but virtual_pipeline_model_parallel_size is {virtual}; give one row per virtual stage"
         )

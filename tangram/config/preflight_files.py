@@ -1,0 +1,171 @@
+"""Checks of a run against the files that it names: weights, samples, tokenizer, save folder. Weights are not read, only described."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from tangram.config.hf_compare import compare_with_hf
+from tangram.config.parsing import read_mapping
+from tangram.config.preflight_rules import Rule, Subject
+from tangram.errors import CheckpointError, ConfigError, DataError
+from tangram.families import get_family
+
+WeightKind = Literal["Hugging Face directory", "mp_rank directory", "training checkpoint"]
+
+
+def kind_of_weights(path: str | Path) -> WeightKind:
+    """Which of the three kinds of weights a directory holds.
+
+    Raises:
+        CheckpointError: it does not exist or is none of them.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"load {path}: {'it is a file' if path.exists() else 'no such folder'}; give a folder of weights, or leave load out")
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+        return "Hugging Face directory"
+    if any(path.glob("*/mp_rank_*/model_optim_rng.pt")):
+        return "mp_rank directory"
+    if (path / ".metadata").is_file() or any(path.glob("iter_*/.metadata")):
+        return "training checkpoint"
+    found = sorted(entry.name for entry in path.iterdir())[:5]
+    raise CheckpointError(
+        f"load {path}: neither a Hugging Face directory (*.safetensors), nor an mp_rank directory (release/mp_rank_*), nor a training "
+        f"checkpoint (iter_*/.metadata); it holds {', '.join(found) or 'nothing'}"
+    )
+
+
+def weights(subject: Subject) -> str:
+    source = subject.run.model
+    if source.load is None:
+        return "random, from the seed"
+    kind = kind_of_weights(source.load)
+    if kind == "Hugging Face directory":
+        if not Path(source.load, "config.json").is_file():
+            raise CheckpointError(f"load {source.load}: it has *.safetensors but no config.json; copy the model's config.json there")
+        _check_shards(Path(source.load))
+    elif kind == "mp_rank directory":
+        _check_mp_rank(subject, Path(source.load))
+    else:
+        _check_training_checkpoint(subject, Path(source.load))
+    return f"{kind} {source.load}"
+
+
+def _check_shards(folder: Path) -> None:
+    """Every file that the index names must be there, and as long as its own header says.
+
+    Raises:
+        CheckpointError: naming the files.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(read_mapping(index).get("weight_map", {}).values())) if index.is_file() else [p.name for p in folder.glob("*.safetensors")]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{index}: {len(missing)} of {len(names)} files are missing: {', '.join(missing[:5])}; fetch them again")
+    for name in names:
+        expected, size = _safetensors_size(folder / name), (folder / name).stat().st_size
+        if size != expected:
+            raise CheckpointError(f"{folder / name}: {size} bytes, but its header describes {expected}; it is truncated or damaged, fetch it again")
+
+
+def _safetensors_size(path: Path) -> int:
+    """Bytes that a safetensors file must have (8 for the header's length, the header, the tensors)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= path.stat().st_size else b""
+    try:
+        content = json.loads(header)
+        return 8 + length + max((entry["data_offsets"][1] for name, entry in content.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: not a safetensors file, or its header of {length} bytes is cut off; fetch it again") from None
+
+
+def _check_mp_rank(subject: Subject, folder: Path) -> None:
+    from tangram.checkpoints.manifest import check_manifest, read_manifest
+
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        check_manifest(manifest, subject.topology, subject.model, str(folder), subject.run.padded_vocab)
+
+
+def _check_training_checkpoint(subject: Subject, folder: Path) -> None:
+    from tangram.checkpoints.dcp_manifest import find_checkpoint, read_manifest
+
+    found = find_checkpoint(folder)
+    family = get_family(subject.model.model_id).name
+    saved = read_manifest(found).family
+    if saved != family:
+        raise CheckpointError(f"load {found}: a checkpoint of family {saved!r}, this run trains {family!r}; load one of its own")
+
+
+def reference(subject: Subject) -> str:
+    """Compare the model with the config.json of ``hf_dir`` and of the weights."""
+    source = subject.run.model
+    folders = [source.hf_dir] if source.hf_dir is not None else []
+    if source.load is not None and source.load != source.hf_dir and Path(source.load, "config.json").is_file():
+        folders.append(source.load)
+    if not folders:
+        return "no Hugging Face config to compare with"
+    counts = [compare_with_hf(subject.run.model.config, folder) for folder in folders]
+    return f"{counts[0]} keys equal those of {' and '.join(folders)}"
+
+
+def tokenizer(subject: Subject) -> str:
+    """The tokenizer's folder, and the patch sizes of its image processor."""
+    folder = Path(subject.run.data.dataset_param.preprocess_parameters.model_name_or_path)
+    if not folder.is_dir():
+        raise ConfigError(f"preprocess_parameters.model_name_or_path {folder}: no such folder; give the Hugging Face directory with the tokenizer")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise ConfigError(f"preprocess_parameters.model_name_or_path {folder}: holds no tokenizer (tokenizer.json, or vocab.json with merges.txt)")
+    vision = subject.vision
+    processor = folder / "preprocessor_config.json"
+    if vision is None or not processor.is_file():
+        return str(folder)
+    content: dict[str, Any] = read_mapping(processor)
+    pairs = (
+        ("patch_size", vision.patch_size, "patch_size"),
+        ("temporal_patch_size", vision.temporal_patch_size, "temporal_patch_size"),
+        ("merge_size", vision.spatial_merge_size, "spatial_merge_size"),
+    )
+    for key, own, name in pairs:
+        if key in content and content[key] != own:
+            raise ConfigError(f"{processor}: {key} {content[key]} does not agree with vision_encoder.{name} {own}; use the model's own files")
+    return str(folder)
+
+
+def samples(subject: Subject) -> str:
+    """The samples: files, images, placeholders, and enough of them for one step."""
+    parameters = subject.run.data.dataset_param.basic_parameters
+    for name, value in (("dataset", parameters.dataset), ("val_dataset", parameters.val_dataset)):
+        for path in value.split(",") if value else ():
+            if not Path(path).is_file():
+                raise DataError(f"basic_parameters.{name} {path}: no such file; correct the path")
+    if not Path(parameters.dataset_dir).is_dir():
+        raise DataError(f"basic_parameters.dataset_dir {parameters.dataset_dir}: no such folder; correct the path")
+    return parameters.dataset
+
+
+def save_folder(subject: Subject) -> str:
+    save = subject.run.training.save
+    if save is None:
+        return "nothing is saved"
+    existing = Path(save)
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"save {save}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"save {save}: no permission to write in {existing}; give another folder")
+    return save
+
+
+FILE_RULES: tuple[tuple[str, Rule], ...] = (
+    ("weights", weights),
+    ("Hugging Face config", reference),
+    ("tokenizer", tokenizer),
+    ("samples", samples),
+    ("save folder", save_folder),
+)

@@ -1,0 +1,248 @@
+"""Checks of a run that need nothing but the run itself: split, sizes, batch, schedule, freezing.
+
+Each rule takes a ``Subject``, returns what it found in a few words, and raises a TangramError with the numbers and the mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig
+from tangram.config.run import RunConfig
+from tangram.errors import ConfigError
+from tangram.placement.topology import Topology
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run and the number of its processes, None where that is not known yet."""
+
+    run: RunConfig
+    world_size: int | None
+
+    @cached_property
+    def topology(self) -> Topology:
+        return self.run.topology()
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return self.run.assembled_model()
+
+    @property
+    def text(self) -> TextDecoderConfig:
+        return self.model.text_decoder
+
+    @property
+    def vision(self) -> VisionEncoderConfig | None:
+        return self.model.image_encoder.vision_encoder if self.model.image_encoder else None
+
+    @property
+    def tensor(self) -> int:
+        return self.run.parallel.tensor_model_parallel_size
+
+    @cached_property
+    def data_parallel(self) -> int | None:
+        """Data-parallel size; None where the number of processes is not known or does not divide."""
+        size = self.tensor * self.run.parallel.pipeline_model_parallel_size
+        return None if self.world_size is None or self.world_size % size else self.world_size // size
+
+    @cached_property
+    def global_batch(self) -> int | None:
+        training = self.run.training
+        if training.global_batch_size is not None:
+            return training.global_batch_size
+        return None if self.data_parallel is None else training.micro_batch_size * self.data_parallel
+
+
+Rule = Callable[[Subject], str]
+
+
+def layers_per_stage(subject: Subject) -> str:
+    topology = subject.topology
+    parts = [f"{topology.vision_layers} vision layers"] if topology.vision_layers else []
+    return ", ".join([*parts, f"{topology.text_layers} text layers"]) + f" on {topology.pipeline} x {topology.virtual} stages"
+
+
+def tensor_parallel(subject: Subject) -> str:
+    """Every size that is split must be a multiple of the tensor-parallel size.
+
+    Raises:
+        ConfigError: naming each size that is not.
+    """
+    text, vision, size = subject.text, subject.vision, subject.tensor
+    sizes = [
+        ("text_decoder.num_query_groups (key/value heads)", text.num_query_groups),
+        ("text_decoder.num_attention_heads", text.num_attention_heads),
+        ("text_decoder.ffn_hidden_size", text.ffn_hidden_size),
+    ]
+    if vision is not None and subject.model.image_encoder is not None:
+        sizes += [
+            ("vision_encoder.num_attention_heads", vision.num_attention_heads),
+            ("vision_encoder.ffn_hidden_size", vision.ffn_hidden_size),
+            ("vision_projector.ffn_hidden_size", subject.model.image_encoder.vision_projector.ffn_hidden_size),
+        ]
+    wrong = [f"{name} {value}" for name, value in sizes if value % size]
+    if wrong:
+        fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in sizes)]
+        raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}")
+    return f"{len(sizes)} sizes divide by {size}"
+
+
+def vocabulary(subject: Subject) -> str:
+    rows, padded = subject.text.vocab_size, subject.run.padded_vocab
+    model = subject.model
+    tokens = {key: getattr(model, key) for key in ("img_context_token_id", "video_token_id", "vision_start_token_id")}
+    outside = [f"{name} {value}" for name, value in tokens.items() if value >= rows]
+    if outside:
+        raise ConfigError(f"text_decoder.vocab_size is {rows}, so the model has no embedding for {', '.join(outside)}; correct the ids or vocab_size")
+    if len(set(tokens.values())) != len(tokens):
+        listed = ", ".join(f"{name} {value}" for name, value in tokens.items())
+        raise ConfigError(f"special token ids must differ, got {listed}; correct them in model.json")
+    return f"{rows} rows" if rows == padded else f"{rows} rows padded to {padded}"
+
+
+def world_size(subject: Subject) -> str:
+    tensor, pipeline = subject.tensor, subject.run.parallel.pipeline_model_parallel_size
+    if subject.world_size is None:
+        return f"a multiple of {tensor * pipeline} processes is needed"
+    if subject.data_parallel is None:
+        raise ConfigError(
+            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor} x pipeline-parallel {pipeline} = {tensor * pipeline}; "
+            f"start a multiple of {tensor * pipeline} processes, or lower one of the sizes"
+        )
+    return f"{subject.world_size} processes = TP {tensor} x PP {pipeline} x DP {subject.data_parallel}"
+
+
+def batch(subject: Subject) -> str:
+    micro, total, replicas = subject.run.training.micro_batch_size, subject.global_batch, subject.data_parallel
+    if total is None:
+        return f"micro_batch_size {micro}"
+    unit = micro * (replicas or 1)
+    if total % unit:
+        shown = f"micro_batch_size {micro} x data-parallel size {replicas} = {unit}" if replicas else f"micro_batch_size {micro}"
+        below = total - total % unit
+        near = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ConfigError(f"global_batch_size {total} is not a multiple of {shown}; use {near}")
+    return f"{total} samples" if replicas is None else f"{total} samples = {micro} x DP {replicas} x {total // unit} micro-batches"
+
+
+def interleaving(subject: Subject) -> str:
+    parallel = subject.run.parallel
+    virtual, pipeline = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_model_parallel_size
+    if virtual is None:
+        return "off"
+    if virtual == 1:
+        raise ConfigError("virtual_pipeline_model_parallel_size 1 is no interleaving; use 2 or more, or leave it out")
+    if pipeline == 1:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size {virtual} needs pipeline_model_parallel_size of at least 2, got 1; raise it, or leave out "
+            "virtual stages"
+        )
+    if subject.global_batch is not None and subject.data_parallel is not None:
+        micro, total, replicas = subject.run.training.micro_batch_size, subject.global_batch, subject.data_parallel
+        micro_batches = total // (micro * replicas)
+        if micro_batches % pipeline:
+            raise ConfigError(
+                f"virtual stages need a number of micro-batches per step that is a multiple of pipeline_model_parallel_size {pipeline}, got "
+                f"{micro_batches} (global_batch_size {total} / (micro_batch_size {micro} x data-parallel size {replicas})); change global_batch_size"
+            )
+    return f"{virtual} stages per rank"
+
+
+def sequence(subject: Subject) -> str:
+    length, longest = subject.run.training.seq_length, subject.text.max_position_embeddings
+    if length > longest:
+        raise ConfigError(f"seq_length {length} is longer than max_position_embeddings {longest} of the text decoder; lower seq_length")
+    return f"up to {length} of {longest} tokens"
+
+
+def schedule(subject: Subject) -> str:
+    training = subject.run.training
+    steps = training.lr_decay_iters or training.train_iters
+    if training.lr_warmup_iters >= steps:
+        raise ConfigError(
+            f"lr_warmup_iters {training.lr_warmup_iters} must be smaller than the {steps} steps of the schedule (lr_decay_iters, or train_iters); "
+            "lower it"
+        )
+    return f"{training.train_iters} steps, {training.lr_decay_style}, lr {training.lr:g} to {training.min_lr:g}"
+
+
+def freezing(subject: Subject) -> str:
+    parts = {"text_decoder": subject.text.freeze}
+    if subject.model.image_encoder is not None:
+        parts["vision_encoder"] = subject.model.image_encoder.vision_encoder.freeze
+        parts["vision_projector"] = subject.model.image_encoder.vision_projector.freeze
+    if all(parts.values()):
+        raise ConfigError(f"{', '.join(parts)}: all are frozen, so nothing would be trained; set freeze false in one of them")
+    return "trained: " + ", ".join(name for name, frozen in parts.items() if not frozen)
+
+
+def evaluation(subject: Subject) -> str:
+    training, data = subject.run.training, subject.run.data.dataset_param.basic_parameters
+    if training.eval_iters and data.val_dataset is None:
+        raise ConfigError(
+            f"eval_iters {training.eval_iters} needs basic_parameters.val_dataset of the data config; give it, or leave out eval_iters and "
+            "eval_interval"
+        )
+    if data.val_dataset is not None and not training.eval_iters:
+        raise ConfigError(f"val_dataset {data.val_dataset} would never be read; set eval_interval and eval_iters, or remove val_dataset")
+    return f"{training.eval_iters} steps every {training.eval_interval}" if training.eval_iters else "off"
+
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("layers per stage", layers_per_stage),
+    ("tensor parallel", tensor_parallel),
+    ("vocabulary", vocabulary),
+    ("processes", world_size),
+    ("global batch", batch),
+    ("interleaving", interleaving),
+    ("sequence length", sequence),
+    ("schedule", schedule),
+    ("freezing", freezing),
+    ("evaluation", evaluation),
+)
+
+
+def notes(subject: Subject) -> list[str]:
+    """What is allowed but worth knowing."""
+    run, topology, found = subject.run, subject.topology, []
+    if not subject.text.untie_embeddings_and_output_weights and topology.text_first_chunk.pp_rank != topology.text_last_chunk.pp_rank:
+        found.append(
+            f"tied embeddings over a pipeline: stages {topology.text_first_chunk.pp_rank} and {topology.text_last_chunk.pp_rank} each hold a copy, "
+            "and their gradients are summed in every step"
+        )
+    if run.parallel.use_distributed_optimizer and subject.data_parallel == 1:
+        found.append("use_distributed_optimizer saves nothing with data-parallel size 1")
+    for pp_rank in range(topology.pipeline):
+        if not _trains(subject, pp_rank):
+            found.append(f"pipeline stage {pp_rank} holds only frozen weights: its optimizer has nothing to do")
+    return found
+
+
+def _trains(subject: Subject, pp_rank: int) -> bool:
+    encoder = subject.model.image_encoder
+    chunks = [chunk for chunk in subject.topology.order if chunk.pp_rank == pp_rank]
+    text = any(chunk.has_text for chunk in chunks) and not subject.text.freeze
+    vision = encoder is not None and any(chunk.has_vision for chunk in chunks) and not encoder.vision_encoder.freeze
+    projector = encoder is not None and any(chunk.vision_last for chunk in chunks) and not encoder.vision_projector.freeze
+    return text or vision or projector
+
+
+def split_lines(topology: Topology) -> list[str]:
+    """The split as text, one line per stage in order of execution."""
+
+    def span(layers: range, what: str, before: str | None, after: str | None) -> str | None:
+        if not layers:
+            return None
+        middle = f"{what} layer {layers[0]}" if len(layers) == 1 else f"{what} layers {layers[0]}-{layers[-1]}"
+        return " > ".join(part for part in (before, middle, after) if part)
+
+    lines = []
+    for chunk in topology.order:
+        vision = span(chunk.vision, "vision", "patch embedding" if chunk.vision_first else None, "projector" if chunk.vision_last else None)
+        text = span(chunk.text, "text", "embedding" if chunk.text_first else None, "norm, head, loss" if chunk.text_last else None)
+        name = f"stage {chunk.pp_rank}" + (f", virtual {chunk.vp_rank}" if topology.virtual > 1 else "")
+        lines.append(f"{name}: {' | '.join(part for part in (vision, text) if part)}")
+    return lines

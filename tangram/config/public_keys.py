@@ -1,0 +1,255 @@
+"""Keys of MindSpeed-MM's public model.json, data.json and tools.json that are no fields here.
+
+Three kinds, so that a public file ports with few edits and nothing in it is passed over in silence:
+
+- a key that only repeats another value is accepted if it agrees with it (``Repeats``),
+- a key that may switch something on that is not there is accepted while it leaves it off (``Only``),
+- a key without effect is an error that says why (``NoEffect``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tangram.config.parsing import Section, section_at
+from tangram.errors import ConfigError
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the run says of values that the files may repeat; None: not known yet, so not compared."""
+
+    dtype: str | None = None
+    seq_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """A key that says again what ``of`` says; ``value`` computes it, and returns None where it cannot."""
+
+    of: str
+    value: Callable[[Raw, RunFacts], Any]
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key that may only have the values that say what is done anyway."""
+
+    values: tuple[Any, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A key that nothing here reads."""
+
+    why: str
+
+
+Entry = Repeats | Only | NoEffect
+Path = tuple[str, ...]
+
+
+def _dtype(raw: Raw, facts: RunFacts) -> str | None:
+    return facts.dtype
+
+
+_OFF = Only((False, None), "it is not supported yet")
+_NULL = Only((None,), "it is not supported yet")
+_ONE = Only((1,), "it is not supported yet")
+_ROPE_FUSION = NoEffect("rotary positions are fused where the platform can")
+_TYPES: dict[str, Entry] = {
+    "params_dtype": Repeats("the run's dtype", _dtype),
+    "bf16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "bf16"),
+    "fp16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "fp16"),
+}
+_SPLITS: dict[str, Entry] = {"context_parallel_size": _ONE, "sequence_parallel": _OFF, "canonical_model": _OFF}
+
+MODEL: dict[Path, dict[str, Entry]] = {
+    (): {
+        "text_encoder": _NULL,
+        "video_encoder": _NULL,
+        "audio_encoder": _NULL,
+        "reward_process": _OFF,
+        "patch": NoEffect("there are no patches to switch; weights of a Hugging Face directory load without one"),
+        "lora_apply_modules": _NULL,
+        "lora_mixed_training": _OFF,
+        "lora_save_full_weight": _OFF,
+    },
+    ("image_encoder",): {"tp": _NULL, "pp": _NULL, "cp": _NULL},
+    ("image_encoder", "vision_encoder"): {
+        **_TYPES,
+        **_SPLITS,
+        "intermediate_size": Repeats("ffn_hidden_size", lambda raw, facts: raw.get("ffn_hidden_size")),
+        "num_query_groups": Repeats("num_attention_heads", lambda raw, facts: raw.get("num_attention_heads")),
+        "kv_channels": Repeats("hidden_size / num_attention_heads", lambda raw, facts: _ratio(raw, "hidden_size", "num_attention_heads")),
+        "llm_hidden_size": NoEffect("vision_projector.hidden_size is the width that the text decoder gets"),
+        "use_fused_rotary_pos_emb": _ROPE_FUSION,
+        "bias_activation_fusion": Only((False,), "there is no such fusion"),
+        "post_layer_norm": Only((False,), "there is no norm after the last block"),
+        "attention_mask_type": Only(("general",), "masks follow from the images and windows"),
+        "use_vit_dp": _OFF,
+        "custom_recompute_split": _NULL,
+    },
+    ("image_encoder", "vision_projector"): {
+        **_TYPES,
+        **_SPLITS,
+        "num_layers": Only((1,), "a projector is one MLP"),
+        "gated_linear_unit": Only((False,), "a projector is a plain MLP"),
+        "bias_activation_fusion": Only((False,), "there is no such fusion"),
+        "use_postshuffle_norm": _OFF,
+    },
+    ("text_decoder",): {
+        **_TYPES,
+        **_SPLITS,
+        "seq_length": Repeats("the run's seq_length", lambda raw, facts: facts.seq_length),
+        "disable_bias_linear": Repeats("add_bias_linear, negated", lambda raw, facts: not raw.get("add_bias_linear", False)),
+        "group_query_attention": Repeats(
+            "num_query_groups < num_attention_heads", lambda raw, facts: raw.get("num_query_groups") != raw.get("num_attention_heads")
+        ),
+        "use_qk_norm": Repeats("qk_layernorm", lambda raw, facts: raw.get("qk_layernorm", False)),
+        "rope_scaling": _NULL,
+        "use_fused_rotary_pos_emb": _ROPE_FUSION,
+        "bias_activation_fusion": Only((False,), "there is no such fusion"),
+        "attention_softmax_in_fp32": NoEffect("the attention kernels accumulate in fp32 by themselves"),
+        "parallel_output": Only((True,), "logits stay split over tensor-parallel ranks in training"),
+        "use_remove_padding": _OFF,
+        "use_te": _OFF,
+        "num_moe_experts": _NULL,
+        "tokenizer_type": NoEffect("model_name_or_path of data.json names the tokenizer"),
+        "is_encoder_decoder": _OFF,
+        "use_infer_fa": _OFF,
+    },
+}
+
+_VIDEO = NoEffect("videos are not supported yet")
+_ON_THE_FLY = NoEffect("samples are processed when they are needed, by num_workers of the run")
+_COLUMNS = ("videos", "audios", "prompt", "query", "response", "history", "tools", "chosen", "rejected", "observation_tag", "function_tag")
+
+DATA: dict[Path, dict[str, Entry]] = {
+    ("dataset_param", "preprocess_parameters"): {
+        "use_fast_tokenizer": Only((True,), "the fast tokenizer is used"),
+        "split_special_tokens": _OFF,
+        "image_resolution": NoEffect("image_max_pixels and image_min_pixels bound the size"),
+        "video_resolution": _VIDEO,
+        "video_max_pixels": _VIDEO,
+        "video_min_pixels": _VIDEO,
+        "video_fps": _VIDEO,
+        "video_maxlen": _VIDEO,
+        "image_do_pan_and_scan": _OFF,
+        "crop_to_patches": _OFF,
+        "use_audio_in_video": _OFF,
+        "audio_sampling_rate": NoEffect("audio is not supported yet"),
+        "trust_remote_code": _OFF,
+        "fix_mistral_regex": _OFF,
+    },
+    ("dataset_param", "basic_parameters"): {
+        "cutoff_len": NoEffect("seq_length of the run is the cutoff"),
+        "cache_dir": NoEffect("nothing is cached"),
+        "overwrite_cache": NoEffect("nothing is cached"),
+        "enable_thinking": NoEffect("the template decides"),
+        "streaming": _OFF,
+        "preprocessing_batch_size": _ON_THE_FLY,
+        "preprocessing_num_workers": _ON_THE_FLY,
+        "preprocess_on_fly": Only((True,), "samples are processed when they are needed"),
+        "async_preprocess": _OFF,
+        "async_preprocess_buffer_size": _NULL,
+        "tool_format": _NULL,
+        "val_rate": _NULL,
+        "packing": _OFF,
+        "neat_packing": _OFF,
+        "use_pmcc_data": _OFF,
+    },
+    ("dataset_param", "attr"): {
+        **dict.fromkeys(_COLUMNS, _NULL),
+        **dict.fromkeys(("packing", "ranking", "pretrain"), _OFF),
+    },
+    ("dataloader_param",): {
+        "batch_size": NoEffect("micro_batch_size of the run is used"),
+        "num_workers": NoEffect("num_workers of the run is used"),
+        "seed": NoEffect("the run's seed is used"),
+        "prefetch_factor": NoEffect("the loader chooses"),
+        "persistent_workers": NoEffect("workers always persist"),
+        "data_sharding": _OFF,
+        "priority_mode": _NULL,
+    },
+}
+
+_NPU = NoEffect("it is a setting of the NPU profiler")
+
+TOOLS: dict[Path, dict[str, Entry]] = {
+    (): {"sorafeature": NoEffect("it belongs to video generation")},
+    ("profile",): {
+        "profile_type": Only(("static",), "only the static profiler is there"),
+        "dynamic_param": NoEffect("only the static profiler is there"),
+    },
+    ("profile", "static_param"): {
+        **dict.fromkeys(("level", "data_simplification", "aic_metrics_type", "analyse_flag"), _NPU),
+        "with_cpu": Only((True,), "the CPU is always traced"),
+    },
+    ("memory_profile",): {
+        "stacks": Only(("all",), "all stacks are recorded"),
+        "max_entries": Only((None,), "all entries are kept"),
+    },
+}
+
+
+def _ratio(raw: Raw, above: str, below: str) -> int | None:
+    try:
+        return int(raw[above] // raw[below])
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def take_public_keys(
+    section: type[Section], raw: dict[str, Any], table: Mapping[Path, Mapping[str, Entry]], where: str, facts: RunFacts | None = None
+) -> dict[str, Any]:
+    """A copy of ``raw`` without the table's keys, which have been checked. A key that ``section`` has a field for is left alone.
+
+    Raises:
+        ConfigError: keys without effect (all of them in one line), or a key whose value is not the only one that holds here.
+    """
+    useless: list[str] = []
+    whys: dict[str, None] = {}
+
+    def walk(part: dict[str, Any], path: Path) -> dict[str, Any]:
+        nested = section_at(section, path)
+        known = nested.model_fields if nested else {}
+        entries = table.get(path, {})
+        kept = {}
+        for key, value in part.items():
+            entry = None if key in known else entries.get(key)
+            if entry is None:
+                kept[key] = walk(value, (*path, key)) if isinstance(value, dict) else value
+            elif isinstance(entry, NoEffect):
+                useless.append(".".join((*path, key)))
+                whys[f"{key}: {entry.why}"] = None
+            else:
+                _check(entry, part, value, f"{where}: {'.'.join((*path, key))}", facts or RunFacts())
+        return kept
+
+    result = walk(raw, ())
+    if len(useless) == 1:
+        raise ConfigError(f"{where}: {useless[0]!r} is a MindSpeed-MM key without effect here; remove it ({next(iter(whys)).split(': ', 1)[1]})")
+    if useless:
+        raise ConfigError(f"{where}: MindSpeed-MM keys without effect here; remove them: {', '.join(useless)} ({'; '.join(whys)})")
+    return result
+
+
+def _check(entry: Repeats | Only, part: Raw, value: Any, where: str, facts: RunFacts) -> None:
+    if isinstance(entry, Only):
+        if not any(value == v and type(value) is type(v) for v in entry.values):
+            allowed = " or ".join(_json(v) for v in entry.values)
+            raise ConfigError(f"{where}: {_json(value)} cannot be had here, only {allowed}: {entry.why}; remove the key")
+        return
+    expected = entry.value(part, facts)
+    if expected is not None and value != expected:
+        raise ConfigError(f"{where}: {_json(value)} does not agree with {entry.of}, which is {_json(expected)}; correct it or remove the key")
+
+
+def _json(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, (bool, type(None))) else repr(value)

@@ -1,0 +1,242 @@
+"""model.json, data.json and tools.json: what is read, what is compared, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.config.public_keys import RunFacts
+from tangram.config.sources import parse_data, parse_model, parse_tools, read_data, read_model, read_tools
+from tangram.errors import ConfigError
+from tests.config.conftest import EXAMPLES, Files
+
+FACTS = RunFacts(dtype="bf16", seq_length=1024)
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "hidden", "groups", "vocabulary", "tied", "vit", "llm"),
+    [
+        ("3b", 36, 2048, 2, 151936, True, [32], [36]),
+        ("7b", 28, 3584, 4, 152064, False, [32, 0], [12, 16]),
+        ("32b", 64, 5120, 8, 152064, False, [32] + [0] * 7, [1] + [9] * 7),
+        ("72b", 80, 8192, 8, 152064, False, [32] + [0] * 7, [6] + [11] * 6 + [8]),
+    ],
+)
+def test_examples_hold_the_published_sizes(size: str, layers: int, hidden: int, groups: int, vocabulary: int, tied: bool, vit: list[int], llm: list[int]) -> None:
+    model = read_model(EXAMPLES / f"model_{size}.json")
+    text = model.text_decoder
+    assert (text.num_layers, text.hidden_size, text.num_query_groups, text.vocab_size) == (layers, hidden, groups, vocabulary)
+    assert text.untie_embeddings_and_output_weights is not tied
+    assert text.head_dim == 128
+    assert model.image_encoder is not None
+    assert (model.image_encoder.vision_encoder.pipeline_num_layers, text.pipeline_num_layers) == (vit, llm)
+
+
+def public_model() -> dict[str, Any]:
+    """The 3B model with every further key that its public file holds."""
+    model = json.loads((EXAMPLES / "model_3b.json").read_text())
+    types = {"bf16": True, "params_dtype": "bf16"}
+    model |= {"model_id": "qwen2_5vl", "text_encoder": None, "video_encoder": None}
+    model["image_encoder"]["vision_encoder"] |= {
+        **types,
+        "fp16": False,
+        "model_id": "qwen2vit",
+        "llm_hidden_size": 1280,
+        "intermediate_size": 3420,
+        "use_fused_rotary_pos_emb": True,
+        "post_layer_norm": False,
+        "attention_mask_type": "general",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    model["image_encoder"]["vision_projector"] |= {
+        **types,
+        "num_layers": 1,
+        "gated_linear_unit": False,
+        "bias_activation_fusion": False,
+        "add_bias_linear": True,
+        "context_parallel_size": 1,
+    }
+    model["text_decoder"] |= {
+        **types,
+        "seq_length": 1024,
+        "disable_bias_linear": True,
+        "use_fused_rotary_pos_emb": True,
+        "attention_softmax_in_fp32": True,
+        "parallel_output": True,
+        "group_query_attention": True,
+        "rope_scaling": None,
+        "use_remove_padding": False,
+    }
+    return model
+
+
+def test_public_model_file_ports_by_removing_four_keys() -> None:
+    model = public_model()
+    with pytest.raises(ConfigError) as error:
+        parse_model(model, "model.json", FACTS)
+    assert str(error.value).startswith(
+        "model.json: MindSpeed-MM keys without effect here; remove them: image_encoder.vision_encoder.llm_hidden_size, "
+        "image_encoder.vision_encoder.use_fused_rotary_pos_emb, text_decoder.use_fused_rotary_pos_emb, text_decoder.attention_softmax_in_fp32"
+    )
+    del model["image_encoder"]["vision_encoder"]["llm_hidden_size"]
+    del model["image_encoder"]["vision_encoder"]["use_fused_rotary_pos_emb"]
+    del model["text_decoder"]["use_fused_rotary_pos_emb"]
+    del model["text_decoder"]["attention_softmax_in_fp32"]
+    ported = parse_model(model, "model.json", FACTS).model_dump()
+    own = read_model(EXAMPLES / "model_3b.json").model_dump()
+    ported["model_id"] = own["model_id"]
+    ported["image_encoder"]["vision_encoder"]["model_id"] = own["image_encoder"]["vision_encoder"]["model_id"]
+    assert ported == own
+
+
+def test_a_key_without_effect_says_so_and_not_unknown() -> None:
+    model = public_model()
+    with pytest.raises(ConfigError, match=r"'patch' is a MindSpeed-MM key without effect here; remove it \("):
+        parse_model({"model_id": model["model_id"], "patch": {"bridge_patch": True}}, "model.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("vision", "intermediate_size", 41, "vision_encoder.intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key"),
+        ("vision", "use_vit_dp", True, "vision_encoder.use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove the key"),
+        ("vision", "num_query_groups", 2, "num_query_groups: 2 does not agree with num_attention_heads, which is 4"),
+        ("text", "params_dtype", "fp16", "text_decoder.params_dtype: 'fp16' does not agree with the run's dtype, which is 'bf16'"),
+        ("text", "bf16", False, "text_decoder.bf16: false does not agree with the run's dtype, which is true"),
+        ("text", "seq_length", 2048, "text_decoder.seq_length: 2048 does not agree with the run's seq_length, which is 1024"),
+        ("text", "group_query_attention", False, "group_query_attention: false does not agree with num_query_groups < num_attention_heads, which is true"),
+        ("text", "disable_bias_linear", False, "disable_bias_linear: false does not agree with add_bias_linear, negated, which is true"),
+        ("text", "rope_scaling", {"type": "yarn"}, "text_decoder.rope_scaling: {'type': 'yarn'} cannot be had here, only null"),
+    ],
+)
+def test_repeated_values_must_agree(files: Files, section: str, key: str, value: Any, message: str) -> None:
+    getattr(files, section)[key] = value
+    with pytest.raises(ConfigError) as error:
+        parse_model(files.model, "model.json", FACTS)
+    assert message in str(error.value)
+
+
+def test_unknown_keys_are_refused_at_every_depth(files: Files) -> None:
+    files.text["foo"] = 1
+    with pytest.raises(ConfigError, match=r"model.json: unknown key 'text_decoder.foo'; remove it or correct its name"):
+        parse_model(files.model, "model.json")
+    del files.text["foo"]
+    files.vision["num_layer"] = 4
+    with pytest.raises(ConfigError, match=r"unknown key 'image_encoder.vision_encoder.num_layer' \(did you mean 'num_layers'\?\)"):
+        parse_model(files.model, "model.json")
+
+
+def test_unknown_activation_names_the_known_ones(files: Files) -> None:
+    files.text["activation_func"] = "quickgelu"
+    with pytest.raises(ConfigError) as error:
+        parse_model(files.model, "model.json")
+    assert str(error.value) == (
+        "model.json: text_decoder.activation_func: Input should be 'silu', 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got 'quickgelu' (did you mean 'quick_gelu'?)"
+    )
+
+
+def test_unknown_family_and_missing_model_id(files: Files) -> None:
+    files.model["model_id"] = "qwen2_5_vll"
+    with pytest.raises(ConfigError, match="unknown model family 'qwen2_5_vll' .did you mean 'qwen2_5_vl'"):
+        parse_model(files.model, "model.json")
+    with pytest.raises(ConfigError, match="model.json: model_id is missing; name the model family"):
+        parse_model({"text_decoder": {}}, "model.json")
+
+
+@pytest.mark.parametrize("layers", [[5, -1], [], [[1, 1], [2]], [1.5, 2.5], [[1], 3]])
+def test_bad_layer_lists_are_refused(files: Files, layers: list[Any]) -> None:
+    files.text["pipeline_num_layers"] = layers
+    with pytest.raises(ConfigError, match="model.json: text_decoder.pipeline_num_layers: layers per stage: "):
+        parse_model(files.model, "model.json")
+
+
+def test_true_is_no_number(files: Files) -> None:
+    files.text["num_layers"] = True
+    with pytest.raises(ConfigError, match="text_decoder.num_layers: expected a number, got true"):
+        parse_model(files.model, "model.json")
+
+
+def test_yaml_and_json_read_alike(files: Files) -> None:
+    import yaml
+
+    folder = files.write()
+    (folder / "model.yaml").write_text(yaml.safe_dump(files.model))
+    assert read_model(folder / "model.yaml") == read_model(folder / "model.json")
+
+
+def test_bad_json_names_line_and_column(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text('{"model_id": "qwen2_5_vl",\n "text_decoder": }')
+    with pytest.raises(ConfigError, match=r"model.json: line 2, column 18: not valid JSON"):
+        read_model(tmp_path / "model.json")
+    with pytest.raises(ConfigError, match=r"none.json: no such file"):
+        read_model(tmp_path / "none.json")
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text('{"profile": {}, "profile": {"enable": true}}')
+    with pytest.raises(ConfigError, match=r"tools.json: key 'profile' stands twice in one mapping; remove one"):
+        read_tools(tmp_path / "tools.json")
+    (tmp_path / "tools.yaml").write_text("profile: {}\nprofile: {enable: true}\n")
+    with pytest.raises(ConfigError, match=r"tools.yaml: key 'profile' stands twice in one mapping; remove one"):
+        read_tools(tmp_path / "tools.yaml")
+
+
+def public_data() -> dict[str, Any]:
+    data = json.loads((EXAMPLES / "data.json").read_text())
+    parameters = data["dataset_param"]
+    parameters["preprocess_parameters"] |= {
+        "use_fast_tokenizer": True,
+        "split_special_tokens": False,
+        "video_max_pixels": 16384,
+        "video_min_pixels": 0,
+        "video_fps": 2.0,
+        "video_maxlen": 64,
+    }
+    parameters["basic_parameters"] |= {"cache_dir": "./data/cache_dir", "preprocessing_batch_size": 1000, "preprocessing_num_workers": 16, "tool_format": None}
+    parameters["attr"] |= {"system": None, "videos": None, "observation_tag": None, "function_tag": None, "system_tag": None}
+    return data
+
+
+def test_public_data_file_ports_by_removing_keys(tmp_path: Path) -> None:
+    data = public_data()
+    with pytest.raises(ConfigError) as error:
+        parse_data(data, "data.json", tmp_path)
+    useless = ["video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen", "cache_dir", "preprocessing_batch_size", "preprocessing_num_workers"]
+    assert all(key in str(error.value) for key in useless)
+    for key in useless:
+        data["dataset_param"]["preprocess_parameters" if key.startswith("video") else "basic_parameters"].pop(key)
+    parameters = parse_data(data, "data.json", tmp_path).dataset_param
+    assert parameters.preprocess_parameters.image_max_pixels == 262144
+    assert parameters.attr.system_tag is None
+    assert parameters.basic_parameters.dataset == str(tmp_path / "data" / "mllm_format_llava_instruct_data.json")
+
+
+def test_packing_and_streaming_are_refused(files: Files, tmp_path: Path) -> None:
+    for section, key in (("attr", "packing"), ("basic_parameters", "streaming")):
+        data = json.loads(json.dumps(files.data))
+        data["dataset_param"].setdefault(section, {})[key] = True
+        with pytest.raises(ConfigError, match=rf"data.json: dataset_param.{section}.{key}: true cannot be had here, only false or null"):
+            parse_data(data, "data.json", tmp_path)
+
+
+def test_relative_paths_start_from_the_base(files: Files) -> None:
+    files.data["dataset_param"]["basic_parameters"]["dataset"] = "a.json, sub/b.json,/c.json"
+    folder = files.write()
+    parameters = read_data(folder / "data.json", base=folder).dataset_param
+    assert parameters.basic_parameters.dataset == f"{folder}/a.json,{folder}/sub/b.json,/c.json"
+
+
+def test_tools_file(tmp_path: Path) -> None:
+    tools = read_tools(EXAMPLES / "tools.json", base=tmp_path)
+    assert tools.profile.static_param.save_path == str(tmp_path / "profiling")
+    assert parse_tools({}, "tools.json", tmp_path).memory_profile.save_path == str(tmp_path / "memory_snapshot")
+    with pytest.raises(ConfigError, match="static_param: end_step 3 must be larger than start_step 3"):
+        parse_tools({"profile": {"static_param": {"start_step": 3, "end_step": 3}}}, "tools.json", tmp_path)
+    with pytest.raises(ConfigError, match="'profile.static_param.aic_metrics_type' is a MindSpeed-MM key without effect here"):
+        parse_tools({"profile": {"static_param": {"aic_metrics_type": "PipeUtilization"}}}, "tools.json", tmp_path)
+    with pytest.raises(ConfigError, match="profile.profile_type: 'dynamic' cannot be had here, only 'static'"):
+        parse_tools({"profile": {"profile_type": "dynamic"}}, "tools.json", tmp_path)
