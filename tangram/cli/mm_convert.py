@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
-from jsonargparse import ArgumentParser, auto_cli
+from jsonargparse import ActionConfigFile, ArgumentParser
 
 from tangram.checkpoints.options import ToHFOptions, ToMMOptions
-from tangram.errors import TangramError, suggest
+from tangram.config.parsing import parse_section
+from tangram.errors import ConfigError, TangramError, suggest
 
 CONVERTERS = {"Qwen2_5_VLConverter": "qwen2_5_vl", "Qwen2VLConverter": "qwen2_vl"}
-"""Converter names of MindSpeed-MM and the family each is for."""
-
-
-class _Parser(ArgumentParser):
-    """Reports every fault in one line on standard error and exits with status 2."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        fail(_one_line(message))
+"""Converter names, as MindSpeed-MM has them, and the family each is for."""
+DIRECTIONS = {
+    "hf_to_mm": (ToMMOptions, "write the mp_rank directory of a split from Hugging Face weights"),
+    "mm_to_hf": (ToHFOptions, "write a Hugging Face directory from an mp_rank directory"),
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -29,46 +28,73 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _one_line(message: str) -> str:
-    """jsonargparse's finding, of several lines, as one that names the option."""
-    text = " ".join(str(message).split())
-    unknown = re.search(r"invalid choice: '([^']*)'", text)
-    if unknown:
-        return f"{text}{suggest(unknown[1], (*CONVERTERS, 'hf_to_mm', 'mm_to_hf'))}"
-    layers = re.search(r'key "?\'?([\w.]*_pp_layers)', text)
-    if layers:
-        value = re.search(r"Given value type: .*?Given value: (.*?)(?: Subtypes|$)", text)
-        return f"--{layers[1]}: {value[1] if value else text} is not a list of layers; write [12,16] or [[12,16]]"
-    return re.sub(r'key "([\w.]+)"', r"--\1", text)
+class _Words(argparse.ArgumentParser):
+    """Reads the converter and the direction; the options after them are for ``_Options``."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '([^']*)'", message)
+        hint = suggest(choice[1], (*CONVERTERS, *DIRECTIONS)) if choice else "; see mm-convert --help"
+        fail(f"{message.replace(', options', '')}{hint}")
 
 
-def _hf_to_mm(family: str) -> Callable[..., None]:
-    def hf_to_mm(cfg: ToMMOptions) -> None:
-        """Hugging Face weights into the mp_rank layout of a split."""
-        from tangram.checkpoints.convert import convert_hf_to_mm
+class _Options(ArgumentParser):
+    """Reports every fault in one line that names the option."""
 
-        print(convert_hf_to_mm(cfg, family))
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        text = " ".join(str(message).split())
+        known = [string for action in self._actions for string in action.option_strings]
+        key = re.search(r"\b(cfg\.[\w.]+)", text)
+        value = re.search(r"Given value: (.*?)(?: Subtypes| - Expected|$)", text)
+        unknown = re.search(r"(?:unrecognized arguments: |does not accept option )'?([^ ']+)", text)
+        if unknown:
+            fail(f"unknown option {unknown[1]}{suggest(unknown[1], known)}; see --help")
+        if key and value:
+            hint = "a list of layers; write [12,16] or [[12,16]]" if key[1].endswith("_pp_layers") else "of the type that --help shows"
+            fail(f"--{key[1]}: {value[1]} is not {hint}")
+        fail(re.sub(r'(?:Parser key )?"?\b(cfg\.[\w.]+|config)"?', r"--\1", text, count=1))
 
-    return hf_to_mm
 
-
-def _mm_to_hf(family: str) -> Callable[..., None]:
-    def mm_to_hf(cfg: ToHFOptions) -> None:
-        """An mp_rank directory back into a Hugging Face directory."""
-        from tangram.checkpoints.convert import convert_mm_to_hf
-
-        print(convert_mm_to_hf(cfg, family))
-
-    return mm_to_hf
+def _words() -> argparse.ArgumentParser:
+    directions = "\n".join(f"  {name:10}{text}" for name, (_, text) in DIRECTIONS.items())
+    parser = _Words(
+        prog="mm-convert",
+        description="Convert weights between Hugging Face and mp_rank directories.",
+        epilog=f"directions:\n{directions}\n\nOptions of a direction: mm-convert CONVERTER DIRECTION --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="mm-convert CONVERTER DIRECTION [options]",
+    )
+    parser.add_argument("converter", choices=CONVERTERS, help=", ".join(f"{name} for {family}" for name, family in CONVERTERS.items()), metavar="CONVERTER")
+    parser.add_argument("direction", choices=DIRECTIONS, help=" or ".join(DIRECTIONS), metavar="DIRECTION")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``mm-convert``."""
-    components: Any = {name: {"_help": f"weights of {family}", "hf_to_mm": _hf_to_mm(family), "mm_to_hf": _mm_to_hf(family)} for name, family in CONVERTERS.items()}
+    words = _words().parse_args(args)
+    section, help_text = DIRECTIONS[words.direction]
+    options = _Options(prog=f"mm-convert {words.converter} {words.direction}", description=help_text, allow_abbrev=False)
+    options.add_argument("--config", action=ActionConfigFile, help="YAML file with these options, as --print_config prints it")
+    options.add_class_arguments(section, "cfg", help="options")
+    raw = options.parse_args(words.options).cfg.as_dict()
     try:
-        auto_cli(components, args=list(args) if args is not None else None, as_positional=False, parser_class=_Parser, prog="mm-convert")
+        print(_convert(words.direction, raw, CONVERTERS[words.converter]))
     except TangramError as error:
         fail(str(error))
+
+
+def _convert(direction: str, raw: dict[str, object], family: str) -> object:
+    try:
+        to_mm = parse_section(ToMMOptions, raw, "--cfg") if direction == "hf_to_mm" else None
+        to_hf = parse_section(ToHFOptions, raw, "--cfg") if direction == "mm_to_hf" else None
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--cfg: ", "--cfg.", 1)) from None
+    from tangram.checkpoints.convert import convert_hf_to_mm, convert_mm_to_hf
+
+    if to_mm is not None:
+        return convert_hf_to_mm(to_mm, family)
+    assert to_hf is not None
+    return convert_mm_to_hf(to_hf, family)
 
 
 if __name__ == "__main__":
