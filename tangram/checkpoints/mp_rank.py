@@ -7,7 +7,6 @@ with one ``mp_rank_{tp:02}[_{pp:03}]/model_optim_rng.pt`` per rank, the pipeline
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 import zipfile
@@ -81,8 +80,6 @@ def _write_rank(path: Path, chunks: Sequence[Placement], source: CanonicalReader
             file.seek(offset)
             file.write(raw_bytes(tensor))
             written += size
-        file.flush()
-        os.fsync(file.fileno())
     return written
 
 

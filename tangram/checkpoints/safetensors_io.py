@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -120,7 +119,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def write_safetensors(
     path: Path, infos: Mapping[str, TensorInfo], fetch: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a file, holding one tensor at a time.
+    """Write a file, holding one tensor at a time. The caller flushes it to the disk.
 
     Tensors lie in the order of the safetensors package (wide types first, then by name), so equal content gives an equal file.
 
@@ -146,5 +145,3 @@ def write_safetensors(
             if TensorInfo(tuple(tensor.shape), tensor.dtype) != infos[name]:
                 raise CheckpointError(f"{path}: {name} came as {tuple(tensor.shape)} {tensor.dtype}, announced was {infos[name].shape} {infos[name].dtype}")
             file.write(raw_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
