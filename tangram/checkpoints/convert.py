@@ -98,7 +98,9 @@ def open_hf(options: ToMMOptions, family: str) -> HFDirectory:
         raise ConfigError(f"--cfg.hf_config.hf_dir: {path}: no such directory")
     hf = HFDirectory(path)
     if hf.family.name != get_family(family).name:
-        raise ConfigError(f"--cfg.hf_config.hf_dir: {path} is a {hf.family.name} model but the converter is for {family}; use the {hf.family.name} converter")
+        raise ConfigError(
+            f"--cfg.hf_config.hf_dir: {path} is a {hf.family.name} model but the converter is for {family}; use the {hf.family.name} converter"
+        )
     return hf
 
 
@@ -131,5 +133,3 @@ def _prove(hf: HFDirectory, topology: Topology, divisible_by: int) -> tuple[int,
     padded = padded_vocabulary(hf.model.text_decoder.vocab_size, topology.tensor, divisible_by)
     table = hf.family.tensor_table(hf.model, padded)
     return padded, table, prove_table(table, topology)
-
-

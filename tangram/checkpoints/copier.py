@@ -143,7 +143,9 @@ class LocalSource:
             if block.canonical is None:
                 continue
             if dtypes.setdefault(block.canonical, tensor.dtype) != tensor.dtype:
-                raise CheckpointError(f"{where}: {layout.name} is {show(tensor.dtype)} but other parts of {block.canonical} are {show(dtypes[block.canonical])}")
+                raise CheckpointError(
+                    f"{where}: {layout.name} is {show(tensor.dtype)} but other parts of {block.canonical} are {show(dtypes[block.canonical])}"
+                )
             self._owners[block.canonical][_rectangle(block)].append(_Owner(where, tensor[block.local_slices]))
 
     def names(self) -> Mapping[str, TensorInfo]:
@@ -172,7 +174,9 @@ class LocalSource:
             out[slices(target, size)] = _agreed(name, holders, inside, size)
             covered += count_elements(size)
         if covered != out.numel():
-            raise PlacementError(f"{name}: {covered} of {out.numel()} elements of the rectangle of shape {shape} at {start} have an owner, or some have two")
+            raise PlacementError(
+                f"{name}: {covered} of {out.numel()} elements of the rectangle of shape {shape} at {start} have an owner, or some have two"
+            )
         return out
 
 
@@ -185,5 +189,7 @@ def _agreed(name: str, holders: list[_Owner], start: Shape, shape: Shape) -> tor
     first, *others = (holder.view[slices(start, shape)] for holder in holders)
     for holder, other in zip(holders[1:], others, strict=True):
         if not same_bits(first, other):
-            raise CheckpointError(f"{name}: its copies in {holders[0].where} and {holder.where} differ; the checkpoint is damaged, convert or save it again")
+            raise CheckpointError(
+                f"{name}: its copies in {holders[0].where} and {holder.where} differ; the checkpoint is damaged, convert or save it again"
+            )
     return first

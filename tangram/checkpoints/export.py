@@ -64,8 +64,7 @@ def export_hf(
         _write_config(temporary, files_from, hf_config, infos)
         for file, keys in plan.items():
             write_safetensors(temporary / file, {key: infos[canonical[key]] for key in keys}, fetch, {"format": "pt"})
-        written = _write_index(temporary, list(plan))
-    return written
+        return _write_index(temporary, list(plan))
 
 
 def _cast_info(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:

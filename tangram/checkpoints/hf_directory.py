@@ -102,7 +102,9 @@ class HFDirectory:
         numbered = [m for m in (re.fullmatch(r".*-(\d+)-of-(\d+)\.safetensors", name) for name in present) if m]
         totals = {int(m[2]) for m in numbered}
         if totals and (len(totals) > 1 or {int(m[1]) for m in numbered} != set(range(1, max(totals) + 1))):
-            raise CheckpointError(f"{self.path}: {len(numbered)} of {max(totals)} shards are there and there is no {INDEX}; copy or download the rest")
+            raise CheckpointError(
+                f"{self.path}: {len(numbered)} of {max(totals)} shards are there and there is no {INDEX}; copy or download the rest"
+            )
 
     @staticmethod
     def _check_index(path: Path, weight_map: dict[str, str], holders: dict[str, str]) -> None:

@@ -51,9 +51,7 @@ class Manifest(Section):
         Raises:
             ConfigError: the lists are not those of a split.
         """
-        return Topology(
-            tensor=self.tensor_parallel, vision=tuple(map(tuple, self.vit_pp_layers)), text=tuple(map(tuple, self.llm_pp_layers))
-        )
+        return Topology(tensor=self.tensor_parallel, vision=tuple(map(tuple, self.vit_pp_layers)), text=tuple(map(tuple, self.llm_pp_layers)))
 
 
 def make_manifest(
@@ -123,4 +121,6 @@ def check_manifest(manifest: Manifest, topology: Topology, model: ModelConfig, w
     ]
     found = [f"{what} is {ours} in the converter manifest but {theirs} by {place}" for what, ours, place, theirs in compared if ours != theirs]
     if found:
-        raise CheckpointError(f"{where}: converted for another run: {'; '.join(found)}; convert again for this split, or correct the run to the manifest's values")
+        raise CheckpointError(
+            f"{where}: converted for another run: {'; '.join(found)}; convert again for this split, or correct the run to the manifest's values"
+        )

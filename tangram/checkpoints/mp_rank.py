@@ -68,11 +68,13 @@ def _write_rank(path: Path, chunks: Sequence[Placement], source: CanonicalReader
     layouts = [layout for chunk in chunks for layout in chunk.tensors.values()]
     dtypes = [local_dtype(layout, source) for layout in layouts]
     empty = iter([torch.empty(layout.shape, dtype=dtype) for layout, dtype in zip(layouts, dtypes, strict=True)])
-    state: dict[str, object] = {key: {name: next(empty) for name in chunk.tensors} for key, chunk in zip(chunk_keys(len(chunks)), chunks, strict=True)}
+    state: dict[str, object] = {
+        key: {name: next(empty) for name in chunk.tensors} for key, chunk in zip(chunk_keys(len(chunks)), chunks, strict=True)
+    }
     with torch.serialization.skip_data():
         torch.save({**state, "checkpoint_version": 3.0}, path)
     written = 0
-    with open(path, "r+b") as file:
+    with path.open("r+b") as file:
         for layout, dtype, (offset, size) in zip(layouts, dtypes, _storages(path), strict=True):
             tensor = torch.empty(layout.shape, dtype=dtype)
             assert tensor.nbytes == size, f"{path}: storage of {size} bytes for {layout.name}"
@@ -89,7 +91,7 @@ def _storages(path: Path) -> list[tuple[int, int]]:
     A zip entry's data follows its local header: 30 bytes, of which bytes 26 to 29 are the lengths of the name and the extra field after it.
     """
     found: dict[int, tuple[int, int]] = {}
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for entry in archive.infolist():
             number = re.fullmatch(r"[^/]+/data/(\d+)", entry.filename)
             if number:
@@ -132,7 +134,9 @@ class MMDirectory:
         if present != expected:
             tensor = 1 + max(int(m[1]) for m in self.ranks)
             pipeline = 1 + max(int(m[2] or 0) for m in self.ranks)
-            absent = f"; {len(expected - present)} of its folders are missing: {', '.join(sorted(expected - present)[:4])}" if expected - present else ""
+            absent = (
+                f"; {len(expected - present)} of its folders are missing: {', '.join(sorted(expected - present)[:4])}" if expected - present else ""
+            )
             raise CheckpointError(
                 f"{self.folder}: holds {len(present)} ranks, tensor-parallel {tensor} x pipeline {pipeline}, but the run is "
                 f"tensor-parallel {topology.tensor} x pipeline {topology.pipeline}{absent}; convert again for this split"
@@ -152,12 +156,15 @@ class MMDirectory:
         except UnpicklingError as error:
             raise CheckpointError(f"{path}: holds more than tensors and plain values, which is not loaded: {str(error).split('.')[0]}") from None
         except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read, {path.stat().st_size} bytes: {str(error).splitlines()[0]}; copy or convert it again") from None
+            raise CheckpointError(
+                f"{path}: cannot be read, {path.stat().st_size} bytes: {str(error).splitlines()[0]}; copy or convert it again"
+            ) from None
         present = sorted(key for key in state if re.fullmatch(r"model\d*", key)) if isinstance(state, Mapping) else []
         expected = chunk_keys(topology.virtual)
         if present != sorted(expected):
             raise CheckpointError(
-                f"{path}: holds {', '.join(present) or 'no model'}, but a run with {topology.virtual} virtual stage(s) needs {', '.join(expected)}; convert again for this split"
+                f"{path}: holds {', '.join(present) or 'no model'}, but a run with {topology.virtual} virtual stage(s) needs {', '.join(expected)}; "
+                "convert again for this split"
             )
         return [{name: value for name, value in state[key].items() if not (value is None and name.endswith("_extra_state"))} for key in expected]
 
@@ -225,11 +232,13 @@ def load_mm(
 def _copy_local(layout: LocalTensor, parameter: torch.Tensor, value: torch.Tensor, where: str, cast: bool) -> None:
     if not layout.shape == tuple(parameter.shape) == tuple(value.shape):
         raise CheckpointError(
-            f"{where}: {layout.name} has shape {tuple(value.shape)} in the file, {tuple(parameter.shape)} in the model and {layout.shape} by the split; convert again"
+            f"{where}: {layout.name} has shape {tuple(value.shape)} in the file, {tuple(parameter.shape)} in the model "
+            f"and {layout.shape} by the split; convert again"
         )
     if value.dtype != parameter.dtype and not cast:
         raise CheckpointError(
-            f"{where}: {layout.name} is {show(value.dtype)} but the parameter is {show(parameter.dtype)}; build the model in {show(value.dtype)}, or ask for the cast"
+            f"{where}: {layout.name} is {show(value.dtype)} but the parameter is {show(parameter.dtype)}; "
+            f"build the model in {show(value.dtype)}, or ask for the cast"
         )
     with torch.no_grad():
         parameter.copy_(value)

@@ -12,9 +12,12 @@ class ParallelOptions(Section):
     """The split of the ``mp_rank`` directory."""
 
     llm_pp_layers: LayerList | None = Field(
-        default=None, description="text layers per stage, [12,16], or per virtual stage and stage, [[12,16]]; absent: one stage, or what the manifest says"
+        default=None,
+        description="text layers per stage, [12,16], or per virtual stage and stage, [[12,16]]; absent: one stage, or what the manifest says",
     )
-    vit_pp_layers: LayerList | None = Field(default=None, description="vision layers per stage, [[32,0]]; absent: all on the first stage, or what the manifest says")
+    vit_pp_layers: LayerList | None = Field(
+        default=None, description="vision layers per stage, [[32,0]]; absent: all on the first stage, or what the manifest says"
+    )
     tp_size: int | None = Field(default=None, ge=1, description="tensor-parallel size; absent: 1, or what the manifest says")
     make_vocab_size_divisible_by: int = Field(default=1, ge=1, description="pad the vocabulary to a multiple of this times tp_size")
 

@@ -120,7 +120,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file, such as a checkpoint tracker, so that readers see the old content or the new, never a part."""
     temporary = temporary_name(path)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -106,5 +106,9 @@ def check_rectangle(infos: Mapping[str, TensorInfo], name: str, start: Shape, sh
     if name not in infos:
         raise CheckpointError(f"{where}: no tensor {name}{suggest(name, infos)} among {len(infos)}")
     full = infos[name].shape
-    if len(start) != len(full) or len(shape) != len(full) or any(a < 0 or n < 0 or a + n > size for a, n, size in zip(start, shape, full, strict=True)):
+    if (
+        len(start) != len(full)
+        or len(shape) != len(full)
+        or any(a < 0 or n < 0 or a + n > size for a, n, size in zip(start, shape, full, strict=True))
+    ):
         raise CheckpointError(f"{where}: {name} has shape {full}; the rectangle of shape {shape} at {start} lies outside it")

@@ -56,14 +56,15 @@ class SafetensorsFile:
 
     def _read_header(self) -> None:
         size = self.path.stat().st_size
-        with open(self.path, "rb") as file:
+        with self.path.open("rb") as file:
             lead = file.read(8)
             if len(lead) < 8:
                 raise CheckpointError(f"{self.path}: {size} bytes is too short for a safetensors file; copy or download it again")
             (length,) = struct.unpack("<Q", lead)
             if length > min(_LARGEST_HEADER, size - 8):
                 raise CheckpointError(
-                    f"{self.path}: the header should take {length} bytes but the file has {size}; it is truncated or no safetensors file; copy or download it again"
+                    f"{self.path}: the header should take {length} bytes but the file has {size}; it is truncated or no safetensors file; "
+                    "copy or download it again"
                 )
             self.header = file.read(length)
         try:
@@ -84,9 +85,13 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: {name} has element type {code}, which is not supported; supported: {', '.join(DTYPES)}")
         info = TensorInfo(shape, DTYPES[code])
         if begin < 0 or any(n < 0 for n in shape) or end - begin != info.nbytes:
-            raise CheckpointError(f"{self.path}: {name} of shape {shape} and type {code} takes {info.nbytes} bytes, but the header gives it {begin}..{end}")
+            raise CheckpointError(
+                f"{self.path}: {name} of shape {shape} and type {code} takes {info.nbytes} bytes, but the header gives it {begin}..{end}"
+            )
         if data + end > size:
-            raise CheckpointError(f"{self.path}: {name} ends at byte {data + end} but the file has {size}; it is truncated, copy or download it again")
+            raise CheckpointError(
+                f"{self.path}: {name} ends at byte {data + end} but the file has {size}; it is truncated, copy or download it again"
+            )
         self.infos[name] = info
         self._begins[name] = data + begin
 
@@ -102,7 +107,7 @@ class SafetensorsFile:
         if self._map is None:
             # Private and writable: torch wants a writable buffer, and a write by mistake must not reach the file.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            with open(self.path, "rb") as file:
+            with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._map
 
@@ -138,10 +143,12 @@ def write_safetensors(
         header[name] = {"dtype": CODES[infos[name].dtype], "shape": list(infos[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
             tensor = fetch(name)
             if TensorInfo(tuple(tensor.shape), tensor.dtype) != infos[name]:
-                raise CheckpointError(f"{path}: {name} came as {tuple(tensor.shape)} {tensor.dtype}, announced was {infos[name].shape} {infos[name].dtype}")
+                raise CheckpointError(
+                    f"{path}: {name} came as {tuple(tensor.shape)} {tensor.dtype}, announced was {infos[name].shape} {infos[name].dtype}"
+                )
             file.write(raw_bytes(tensor))

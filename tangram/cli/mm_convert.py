@@ -51,7 +51,7 @@ class _Options(ArgumentParser):
         if key and value:
             hint = "a list of layers; write [12,16] or [[12,16]]" if key[1].endswith("_pp_layers") else "of the type that --help shows"
             fail(f"--{key[1]}: {value[1]} is not {hint}")
-        fail(re.sub(r'(?:Parser key )?"?\b(cfg\.[\w.]+|config)"?', r"--\1", text, count=1))
+        fail(re.sub(r'(?:Parser key )?(?<![-\w])"?(cfg\.[\w.]+|config(?=":))"?', r"--\1", text))
 
 
 def _words() -> argparse.ArgumentParser:
@@ -63,7 +63,9 @@ def _words() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="mm-convert CONVERTER DIRECTION [options]",
     )
-    parser.add_argument("converter", choices=CONVERTERS, help=", ".join(f"{name} for {family}" for name, family in CONVERTERS.items()), metavar="CONVERTER")
+    parser.add_argument(
+        "converter", choices=CONVERTERS, help=", ".join(f"{name} for {family}" for name, family in CONVERTERS.items()), metavar="CONVERTER"
+    )
     parser.add_argument("direction", choices=DIRECTIONS, help=" or ".join(DIRECTIONS), metavar="DIRECTION")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

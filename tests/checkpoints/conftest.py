@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +29,9 @@ def golden() -> Path:
 
 
 @pytest.fixture(scope="session")
-def kit() -> ModuleType:
-    return sys.modules[__name__]
+def kit() -> SimpleNamespace:
+    helpers = (golden_config, write_hf, shard, hf_tensors, edit, to_mm, to_hf, rank_file, load_rank, assert_same, files)
+    return SimpleNamespace(**{helper.__name__: helper for helper in helpers})
 
 
 def golden_config(family: str = "qwen2_5_vl") -> dict[str, Any]:

@@ -155,7 +155,11 @@ def test_conversion_refuses_tensors_that_it_does_not_know(kit, one, tmp_path):
 
 
 def test_tensors_of_different_types_cannot_be_fused(kit, one, tmp_path):
-    kit.edit(one, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.weight": tensors["model.layers.0.self_attn.q_proj.weight"].float()}))
-    with pytest.raises(CheckpointError, match=r"linear_qkv.weight: fuses tensors of different element types: .*q_proj.weight float32, .*k_proj.weight bfloat16"):
+    kit.edit(
+        one, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.weight": tensors["model.layers.0.self_attn.q_proj.weight"].float()})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"linear_qkv.weight: fuses tensors of different element types: .*q_proj.weight float32, .*k_proj.weight bfloat16"
+    ):
         kit.to_mm(one, tmp_path / "mm")
     assert not (tmp_path / "mm").exists()

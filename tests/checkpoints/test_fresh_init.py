@@ -63,7 +63,11 @@ def test_every_split_starts_from_the_same_bits(sizes, table, whole, kit):
 
 
 def test_values_are_normal_with_the_component_s_deviation(whole):
-    for name, std in (("model.visual.merger.mlp.0.weight", 0.01), ("model.language_model.embed_tokens.weight", 0.02), ("model.language_model.layers.2.mlp.up_proj.weight", 0.02)):
+    for name, std in (
+        ("model.visual.merger.mlp.0.weight", 0.01),
+        ("model.language_model.embed_tokens.weight", 0.02),
+        ("model.language_model.layers.2.mlp.up_proj.weight", 0.02),
+    ):
         values = whole[name].double().flatten() / std
         count = values.numel()
         # five standard errors of the mean, of the variance and of the share within one deviation
@@ -98,7 +102,9 @@ def test_another_seed_gives_other_values(table, whole):
 def test_ranks_hold_different_parts_and_equal_replicas(kit):
     _, local = draw(model_of(kit, tied=True), Topology.build(vision_layers=4, text_layers=4, tensor=2, llm_pp_layers=[1, 3]))
     one, two = local[0, 0, 0], local[1, 0, 0]
-    assert not torch.equal(one["text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"], two["text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"])
+    assert not torch.equal(
+        one["text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"], two["text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"]
+    )
     assert torch.equal(one["image_encoder.encoder.patch_embed.proj.weight"], two["image_encoder.encoder.patch_embed.proj.weight"])
     assert torch.equal(one["text_decoder.embedding.word_embeddings.weight"], local[0, 1, 0]["text_decoder.output_layer.weight"])
 

@@ -78,13 +78,18 @@ def test_a_head_in_the_file_must_repeat_the_embedding_that_it_is_tied_to(kit, tm
     load_everywhere(hf, split(tensor=2))
     assert hf.bytes_read > hf.file_bytes
     kit.edit(path, lambda tensors: tensors["lm_head.weight"][300].add_(1))
-    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.language_model.embed_tokens.weight in rows 160..319.*tie_word_embeddings"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight differs from model.language_model.embed_tokens.weight in rows 160..319.*tie_word_embeddings"
+    ):
         load_everywhere(HFDirectory(path), split(tensor=2))
 
 
 def test_element_types_change_only_when_asked(kit, tmp_path):
     hf = HFDirectory(kit.write_hf(tmp_path / "hf"))
-    with pytest.raises(CheckpointError, match=r"patch_embed.proj.weight: the checkpoint holds bfloat16 but the parameter .* is float32; build the model in bfloat16, or ask"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"patch_embed.proj.weight: the checkpoint holds bfloat16 but the parameter .* is float32; build the model in bfloat16, or ask",
+    ):
         load_everywhere(hf, split(), dtype=torch.float32)
     loaded, _ = load_everywhere(hf, split(), dtype=torch.float32, cast=True)
     weight = loaded[0, 0][0]["text_decoder.output_layer.weight"]

@@ -57,8 +57,14 @@ def test_the_same_split_loads(pair):
 
 OTHERS = [
     ({"tensor": 2, **SAME}, r"tp_size is 1 in the converter manifest but 2 by the launch flag --tensor-model-parallel-size"),
-    ({"llm_pp_layers": [2, 2], "vit_pp_layers": [4, 0]}, r"llm_pp_layers is \[\[1, 3\]\] in the converter manifest but \[\[2, 2\]\] by pipeline_num_layers of model.json"),
-    ({"llm_pp_layers": [0, 4], "vit_pp_layers": [2, 2]}, r"vit_pp_layers is \[\[4, 0\]\] in the converter manifest but \[\[2, 2\]\] by pipeline_num_layers of model.json"),
+    (
+        {"llm_pp_layers": [2, 2], "vit_pp_layers": [4, 0]},
+        r"llm_pp_layers is \[\[1, 3\]\] in the converter manifest but \[\[2, 2\]\] by pipeline_num_layers of model.json",
+    ),
+    (
+        {"llm_pp_layers": [0, 4], "vit_pp_layers": [2, 2]},
+        r"vit_pp_layers is \[\[4, 0\]\] in the converter manifest but \[\[2, 2\]\] by pipeline_num_layers of model.json",
+    ),
     ({}, r"pipeline size is 2 in the converter manifest but 1 by the launch flag --pipeline-model-parallel-size"),
     ({"llm_pp_layers": [[1, 1], [1, 1]], "vit_pp_layers": [[4, 0], [0, 0]]}, r"virtual stages is 1 in the converter manifest but 2 by the rows of"),
 ]
@@ -75,10 +81,16 @@ def test_another_split_is_refused_naming_the_place_and_both_values(sizes, messag
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tensor": 2, **SAME}, r"holds 2 ranks, tensor-parallel 1 x pipeline 2, but the run is tensor-parallel 2 x pipeline 2; 2 of its folders are missing: mp_rank_01_000"),
+        (
+            {"tensor": 2, **SAME},
+            r"tensor-parallel 1 x pipeline 2, but the run is tensor-parallel 2 x pipeline 2; 2 of its folders are missing: mp_rank_01_000",
+        ),
         ({"llm_pp_layers": [2, 2], "vit_pp_layers": [4, 0]}, r"\d+ missing: text_decoder.decoder.layers.1"),
         ({}, r"holds 2 ranks, tensor-parallel 1 x pipeline 2, but the run is tensor-parallel 1 x pipeline 1"),
-        ({"llm_pp_layers": [[1, 1], [1, 1]], "vit_pp_layers": [[4, 0], [0, 0]]}, r"holds model, but a run with 2 virtual stage\(s\) needs model0, model1"),
+        (
+            {"llm_pp_layers": [[1, 1], [1, 1]], "vit_pp_layers": [[4, 0], [0, 0]]},
+            r"holds model, but a run with 2 virtual stage\(s\) needs model0, model1",
+        ),
     ],
 )
 def test_another_split_is_refused_also_without_a_manifest(sizes, message, pair):
@@ -124,7 +136,9 @@ def test_a_manifest_of_a_later_format_is_refused(pair):
 
 def test_another_padding_of_the_vocabulary_is_refused(pair):
     hf, mm = pair
-    with pytest.raises(CheckpointError, match=r"padded vocabulary is 320 in the converter manifest but 384 by the launch flag --make-vocab-size-divisible-by"):
+    with pytest.raises(
+        CheckpointError, match=r"padded vocabulary is 320 in the converter manifest but 384 by the launch flag --make-vocab-size-divisible-by"
+    ):
         load(hf, mm, split(**SAME), padded_vocab=384)
 
 
@@ -169,7 +183,9 @@ def test_replicas_that_differ_are_found(kit, made, tmp_path):
     kit.to_mm(hf, tmp_path / "mm", tp_size=2)
     name = "text_decoder.decoder.final_layernorm.weight"
     change(kit.rank_file(tmp_path / "mm", "mp_rank_01"), lambda state: state["model"][name][3].add_(1))
-    with pytest.raises(CheckpointError, match=r"model.language_model.norm.weight: its copies in release/mp_rank_00/.* and release/mp_rank_01/.* differ"):
+    with pytest.raises(
+        CheckpointError, match=r"model.language_model.norm.weight: its copies in release/mp_rank_00/.* and release/mp_rank_01/.* differ"
+    ):
         kit.to_hf(tmp_path / "mm", hf, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
