@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tangram.errors import PlacementError, name_some
-from tangram.placement.table import Rule, Shape
+from tangram.placement.table import Rule, Shape, Source
 from tangram.placement.topology import Chunk, Topology
 
 
@@ -41,12 +41,16 @@ class Block:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A local parameter as a list of blocks that tile it."""
+    """A local parameter as a list of blocks that tile it.
+
+    ``sources`` are the canonical tensors that the rule makes it of, also those of which this rank holds nothing but padding.
+    """
 
     name: str
     shape: Shape
     blocks: tuple[Block, ...]
     rule: Rule
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ def _lay_out(rule: Rule, name: str, number: int, tp_size: int, tp_rank: int) -> 
         blocks.append(Block(name, local_start, None if run.source is None else names[run.source], start, shape))
         offset += run.length
     local_shape = tuple(offset if dim == axis else size for dim, size in enumerate(full))
-    return LocalTensor(name=name, shape=local_shape, blocks=tuple(blocks), rule=rule)
+    sources = tuple(Source(canonical, source.shape) for canonical, source in zip(names, rule.sources, strict=True))
+    return LocalTensor(name=name, shape=local_shape, blocks=tuple(blocks), rule=rule, sources=sources)
 
 
 def place_all(table: Sequence[Rule], topology: Topology) -> list[Placement]:

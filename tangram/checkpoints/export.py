@@ -1,0 +1,138 @@
+"""Canonical tensors as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tangram.checkpoints.copier import show
+from tangram.checkpoints.hf_directory import INDEX, SINGLE
+from tangram.checkpoints.publish import new_directory
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, read_whole
+from tangram.checkpoints.safetensors_io import SafetensorsFile, write_safetensors
+from tangram.families.base import Family
+from tangram.placement.blocks import check_names
+
+LARGEST_SHARD = 5_000_000_000
+"""Bytes of tensors in one file where no source says how to cut."""
+_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
+
+
+def export_hf(
+    source: CanonicalReader,
+    out_dir: Path,
+    family: Family,
+    *,
+    files_from: Path | None = None,
+    hf_config: Mapping[str, Any],
+    shards: Mapping[str, Sequence[str]] | None = None,
+    max_shard_bytes: int = LARGEST_SHARD,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Write a directory that transformers loads; keys are those of the hub's files.
+
+    Args:
+        files_from: directory whose tokenizer, processor and other small files are copied; None: config.json alone is written.
+        hf_config: content of config.json; its element type is corrected where the tensors' differs.
+        shards: keys per file, as ``HFDirectory.shards`` gives them in either key layout; None: files of at most ``max_shard_bytes``.
+        dtype: cast floating-point tensors to it; None: every tensor keeps its own.
+
+    Returns:
+        Bytes of tensors written.
+
+    Raises:
+        CheckpointError: ``out_dir`` has content, or anything that ``source`` raises. Nothing is published then.
+        PlacementError: ``shards`` and ``source`` hold different tensors.
+    """
+    infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
+    canonical = {family.hub_name(name): name for name in infos}
+    plan = _plan(infos, family, shards, max_shard_bytes)
+    check_names([key for keys in plan.values() for key in keys], list(canonical), f"shards of {out_dir}")
+
+    def fetch(key: str) -> torch.Tensor:
+        name = canonical[key]
+        return read_whole(source, name).to(infos[name].dtype)
+
+    with new_directory(out_dir) as temporary:
+        if files_from is not None:
+            copy_small_files(files_from, temporary)
+        _write_config(temporary, files_from, hf_config, infos)
+        for file, keys in plan.items():
+            write_safetensors(temporary / file, {key: infos[canonical[key]] for key in keys}, fetch, {"format": "pt"})
+        return _write_index(temporary, list(plan))
+
+
+def _cast_info(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    return TensorInfo(info.shape, dtype) if dtype is not None and info.dtype.is_floating_point else info
+
+
+def _plan(infos: Mapping[str, TensorInfo], family: Family, shards: Mapping[str, Sequence[str]] | None, largest: int) -> dict[str, list[str]]:
+    """Hub keys per file."""
+    if shards is not None:
+        return {file: [family.hub_name(family.canonical_name(key)) for key in keys] for file, keys in shards.items()}
+    groups: list[list[str]] = []
+    filled = largest + 1
+    for name, info in infos.items():
+        if filled + info.nbytes > largest:
+            groups.append([])
+            filled = 0
+        groups[-1].append(family.hub_name(name))
+        filled += info.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": keys for i, keys in enumerate(groups, 1)}
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, processor, chat template and code files; weights, indexes, config.json and hidden files stay behind."""
+    for file in sorted(source.iterdir()):
+        weights = file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json") or file.name == "config.json"
+        if file.is_file() and not weights and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)
+
+
+def _write_config(target: Path, files_from: Path | None, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
+    """Copy config.json as it is where it is right already, else write it with the tensors' element type."""
+    corrected = _with_dtype(config, infos)
+    original = files_from / "config.json" if files_from is not None else None
+    if original is not None and corrected == config and original.is_file():
+        shutil.copyfile(original, target / "config.json")
+    else:
+        (target / "config.json").write_text(json.dumps(corrected, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _with_dtype(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """``config`` whose ``dtype`` keys name the tensors' type. Tensors of several types leave it as it is: no one name would be right."""
+    corrected = dict(config)
+    dtypes = {info.dtype for info in infos.values() if info.dtype.is_floating_point}
+    if len(dtypes) != 1:
+        return corrected
+    name = show(dtypes.pop())
+    sections = {key: dict(value) for key, value in config.items() if key.endswith("_config") and isinstance(value, Mapping)}
+    for section in (corrected, *sections.values()):
+        for key in ("dtype", "torch_dtype"):
+            if key in section and section[key] is not None:
+                section[key] = name
+    corrected.update(sections)
+    if not corrected.get("dtype") and not corrected.get("torch_dtype"):
+        corrected["torch_dtype"] = name
+    return corrected
+
+
+def _write_index(folder: Path, files: Sequence[str]) -> int:
+    """Write the index of several files from their own headers; returns the bytes of all tensors."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for name in files:
+        written = SafetensorsFile(folder / name)
+        weight_map.update(dict.fromkeys(written.infos, name))
+        total += sum(info.nbytes for info in written.infos.values())
+    if list(files) != [SINGLE]:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total

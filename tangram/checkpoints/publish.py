@@ -1,0 +1,131 @@
+"""Writing that a crash cannot leave half done: to a temporary name, flushed to the disk, then renamed.
+
+A directory ``<name>`` is written as ``<name>.tmp-<token>`` beside it. Only a complete one ever has the final name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tangram.errors import CheckpointError
+
+_TEMPORARY = ".tmp-"
+_REPLACED = ".old-"
+
+
+def temporary_name(final: Path, token: str | None = None) -> Path:
+    """Name to write ``final`` under until it is complete.
+
+    Args:
+        token: what several processes that write one directory agree on; None: random.
+    """
+    return final.with_name(f"{final.name}{_TEMPORARY}{token or uuid.uuid4().hex[:8]}")
+
+
+def remove_stale(final: Path) -> list[Path]:
+    """Remove what interrupted writes of ``final`` left, and put back what an interrupted replacement had moved aside.
+
+    To be called by one process, while no other writes ``final``.
+
+    Returns:
+        The removed paths.
+    """
+    for old in sorted(final.parent.glob(f"{final.name}{_REPLACED}*")):
+        if not final.exists():
+            old.rename(final)
+    stale = [*final.parent.glob(f"{final.name}{_TEMPORARY}*"), *final.parent.glob(f"{final.name}{_REPLACED}*")]
+    for path in stale:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return stale
+
+
+def sync_tree(root: Path) -> None:
+    """Flush every file and folder under ``root`` to the disk."""
+    for folder, _, files in os.walk(root):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(temporary: Path, final: Path, *, replace: bool = False) -> None:
+    """Flush a complete directory and give it its final name.
+
+    Args:
+        replace: take the place of an existing directory, which keeps its name until the new one is flushed.
+
+    Raises:
+        CheckpointError: ``final`` exists with content and ``replace`` is off.
+    """
+    sync_tree(temporary)
+    if replace and final.exists():
+        old = final.with_name(f"{final.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
+        final.rename(old)
+        temporary.rename(final)
+        _sync(final.parent)
+        shutil.rmtree(old)
+        return
+    require_new(final)
+    temporary.rename(final)
+    _sync(final.parent)
+
+
+def require_new(final: Path) -> None:
+    """Check that nothing would be overwritten.
+
+    Raises:
+        CheckpointError: ``final`` is a file or a directory with content.
+    """
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise CheckpointError(f"{final}: exists already; remove it or write elsewhere")
+
+
+@contextmanager
+def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory that becomes ``final`` if the block ends well, and is removed if it raises.
+
+    Raises:
+        CheckpointError: ``final`` exists with content and ``replace`` is off; nothing is written then.
+    """
+    if not replace:
+        require_new(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(final)
+    temporary = temporary_name(final)
+    temporary.mkdir()
+    try:
+        yield temporary
+        publish(temporary, final, replace=replace)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, such as a checkpoint tracker, so that readers see the old content or the new, never a part."""
+    temporary = temporary_name(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
