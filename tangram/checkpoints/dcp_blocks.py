@@ -130,15 +130,15 @@ class BlockTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, shape: Shape, pieces: Sequence[Piece]) -> BlockTensor:
         first = pieces[0].data
-        tensor: BlockTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)  # type: ignore[attr-defined]
+        tensor: BlockTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
         tensor.pieces = [part for piece in pieces for part in _split_large(piece)]
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: a BlockTensor is only a description of a checkpoint entry")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BlockTensor({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -146,9 +146,7 @@ class BlockTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(piece.start)),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=self._chunk(piece), properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)
-                ),
+                tensor_data=TensorWriteData(chunk=self._chunk(piece), properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)),
             )
             for piece in {piece.start: piece for piece in self.pieces}.values()
         ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from tangram.checkpoints.dcp_blocks import block_piece, flat_pieces
 from tangram.checkpoints.dcp_planner import check_entries, check_model_names, partial_kinds
 from tangram.checkpoints.dcp_ranks import rank
 from tangram.checkpoints.dcp_state import (
@@ -45,6 +46,7 @@ class LoadPlan:
         check_model_names(metadata, shapes, self.where)
         self.entries = model_state(chunks, shapes, saving=False)
         check_entries(self.entries, metadata, self.where)
+        self._states: list[ParameterState] = []
         self._restored: list[tuple[ParameterState, list[str]]] = []
         self._without_master: list[ParameterState] = []
 
@@ -67,7 +69,7 @@ class LoadPlan:
         Raises:
             CheckpointError: the checkpoint has a part of a parameter's state.
         """
-        states = list(states)
+        states = self._states = list(states)
         started = states if fresh else [state for state in states if not self._add(state)]
         for state in started:
             state.forget()
@@ -105,7 +107,7 @@ class LoadPlan:
         self.entries[key] = torch.empty(self.stored[key].size, dtype=torch.uint8)  # type: ignore[union-attr]
 
     def finish(self) -> None:
-        """Set steps and derive masters, once the entries are read.
+        """Set steps, derive masters and clear padding, once the entries are read.
 
         Raises:
             CheckpointError: the tensors of one local parameter have taken different numbers of steps.
@@ -119,3 +121,18 @@ class LoadPlan:
             state.set_step(steps[0])
         for state in self._without_master:
             state.renew_master()
+        self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """Padding is not stored; it is zero everywhere, whatever the model held before."""
+        for _, placement, parameters in self.chunks:
+            for block in placement.blocks:
+                if block.canonical is None:
+                    block_piece(block, parameters[block.local].detach()).data.zero_()
+        for state in self._states:
+            tensor = self.chunks[state.chunk][1].tensors[state.name]
+            for block in tensor.blocks:
+                if block.canonical is None:
+                    for values in state.tensors().values():
+                        for piece in flat_pieces(block, tensor.shape, state.start, values.detach().view(-1)):
+                            piece.data.zero_()

@@ -145,8 +145,8 @@ def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:
     ):
         if saved != here:
             raise CheckpointError(
-                f"{where}: its {what} is {saved}, this run's is {here}; step {manifest.step} (sample {manifest.consumed_samples}) cannot be continued "
-                f"with another {what}: restore it, or start anew from the weights (tangram export, then load the exported folder)"
+                f"{where}: its {what} is {saved}, this run's is {here}; step {manifest.step} (sample {manifest.consumed_samples}) cannot be "
+                f"continued with another {what}: restore it, or start anew from the weights (tangram export, then load the exported folder)"
             )
 
 

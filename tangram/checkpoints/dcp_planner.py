@@ -73,7 +73,9 @@ def _check_whole(plans: Iterable[SavePlan]) -> set[str]:
             sizes[key] = math.prod(data.size)
             shape = parts.setdefault(key, {}).setdefault(data.chunk.offsets, data.chunk.sizes)
             if shape != data.chunk.sizes:
-                raise CheckpointError(f"{key}: two ranks hold different parts from {tuple(data.chunk.offsets)}: {tuple(shape)} and {tuple(data.chunk.sizes)}")
+                raise CheckpointError(
+                    f"{key}: two ranks hold different parts from {tuple(data.chunk.offsets)}: {tuple(shape)} and {tuple(data.chunk.sizes)}"
+                )
     for key, held in parts.items():
         count = sum(math.prod(shape) for shape in held.values())
         if count != sizes[key]:
@@ -104,9 +106,19 @@ def _check_steps(all_steps: Iterable[Mapping[str, int]]) -> None:
 
 
 class SafeReader(FileSystemReader):
-    """Reads DCP directories; its metadata is a pickle, of which only the types that DCP puts there are accepted."""
+    """Reads DCP directories; their metadata is a pickle, of which only the types that DCP puts there are accepted.
+
+    Args:
+        metadata: where it was read already.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
         path = Path(self.path) / METADATA_FILE
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -212,14 +224,14 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], names: Iterable[str
         raise lost_contact(error) from error
 
 
-def read(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def read(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's entries in place; a collective call.
 
     Raises:
         CheckpointError: on every rank, if any rank failed.
     """
     try:
-        dcp.load(dict(tensors), storage_reader=SafeReader(folder), planner=_planner(), no_dist=not distributed())
+        dcp.load(dict(tensors), storage_reader=SafeReader(folder, metadata), planner=_planner(), no_dist=not distributed())
     except CheckpointException as error:
         _raise_plain(error, f"{folder}: not loaded")
     except RuntimeError as error:

@@ -157,9 +157,7 @@ def canonical_names(tensor: LocalTensor) -> list[str]:
     return sorted({block.canonical for block in tensor.blocks if block.canonical is not None})
 
 
-def optimizer_state(
-    chunks: Sequence[LocalChunk], states: Iterable[ParameterState], shapes: Mapping[str, Shape], *, saving: bool
-) -> LocalState:
+def optimizer_state(chunks: Sequence[LocalChunk], states: Iterable[ParameterState], shapes: Mapping[str, Shape], *, saving: bool) -> LocalState:
     """``optimizer.`` entries of this rank, of the state that exists.
 
     Args: as ``model_state``.

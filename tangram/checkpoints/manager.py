@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tangram.checkpoints import dcp_planner
+from tangram.checkpoints.dcp_load import LoadPlan
 from tangram.checkpoints.dcp_manifest import (
     MANIFEST_FILE,
     TRACKER_FILE,
@@ -24,7 +25,6 @@ from tangram.checkpoints.dcp_manifest import (
     read_manifest,
     schedule_changes,
 )
-from tangram.checkpoints.dcp_load import LoadPlan
 from tangram.checkpoints.dcp_ranks import gather, on_coordinator, rank, together
 from tangram.checkpoints.dcp_rng import Generators, capture, restore, rng_key
 from tangram.checkpoints.dcp_state import LocalChunk, LocalState, OptimizerState, model_state, optimizer_state
@@ -154,7 +154,7 @@ class CheckpointManager:
         metadata = together(lambda: dcp_planner.read_metadata(folder))
         plan = together(lambda: self._plan(folder, manifest, metadata))
         self._report_unused(plan, folder)
-        dcp_planner.read(folder, plan.entries)
+        dcp_planner.read(folder, metadata, plan.entries)
         together(lambda: self._apply(plan, manifest))
         if rank() == 0:
             log.info("loaded %s: step %d, %d tensors, in %.1f s", folder, manifest.step, len(self.shapes), time.monotonic() - began)
