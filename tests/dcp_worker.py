@@ -55,7 +55,14 @@ class Run:
     """This rank's part of a run, and the comparison of all it holds with the truth."""
 
     def __init__(
-        self, topology: Topology, *, tied: bool = False, dtype: torch.dtype = torch.float32, zero: bool = False, frozen: str | None = None, **options: bool
+        self,
+        topology: Topology,
+        *,
+        tied: bool = False,
+        dtype: torch.dtype = torch.float32,
+        zero: bool = False,
+        frozen: str | None = None,
+        **options: bool,
     ) -> None:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
