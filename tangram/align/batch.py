@@ -73,7 +73,7 @@ def check_batch(batch: Mapping[str, torch.Tensor], model: ModelConfig, where: st
     vocabulary = model.text_decoder.vocab_size
     labels = batch["labels"]
     for name, values in (("input_ids", batch["input_ids"]), ("labels", labels[labels != IGNORE])):
-        if values.numel() and not (0 <= int(values.min()) and int(values.max()) < vocabulary):
+        if values.numel() and (int(values.min()) < 0 or int(values.max()) >= vocabulary):
             raise DataError(f"{where}: {name} holds ids {int(values.min())} to {int(values.max())}, but the vocabulary is 0 to {vocabulary - 1}")
     if not bool((labels[:, 1:] != IGNORE).any()):
         raise DataError(f"{where}: labels supervise no token, so there is no loss to compare")

@@ -75,18 +75,13 @@ def compare_curves(
         subject = open_subject(hf_dir, work)
         batch, _ = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
-        curve = Curve(steps=steps, lr=lr)
-        tasks = [
-            make_task(
-                subject, split, file, work / f"split_{number}", name=str(split), dtype=dtype, micro_batch_size=micro_batch_size, seed=seed, curve=curve
-            )
-            for number, split in enumerate(splits)
-        ]
+        how = {"dtype": dtype, "micro_batch_size": micro_batch_size, "seed": seed, "curve": Curve(steps=steps, lr=lr)}
+        tasks = [make_task(subject, split, file, work / f"split_{number}", **how) for number, split in enumerate(splits)]  # type: ignore[arg-type]
         losses: dict[str, Sequence[float]] = {}
         with running(tasks, work) as process:
             if reference and seed is None:
                 model = load_reference(subject.directory, TORCH_DTYPES[dtype])
-                losses[REFERENCE] = loss_curve(model, [batch] * steps, lr, clip=curve.clip_grad, **ADAM)  # type: ignore[arg-type]
+                losses[REFERENCE] = loss_curve(model, [batch] * steps, lr, clip=Curve(steps=steps, lr=lr).clip_grad, **ADAM)  # type: ignore[arg-type]
             finish(process, tasks, work)
         for task in tasks:
             losses[task.name] = json.loads((task.folder / RESULT_FILE).read_text(encoding="utf-8"))["losses"]

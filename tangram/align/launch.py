@@ -63,7 +63,8 @@ def finish(process: subprocess.Popen[bytes], tasks: Sequence[Task], work: Path) 
     found.sort(key=lambda entry: not entry[2]["mendable"])
     if not found:
         lines = log_file(work).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise WorkerError(f"the split model's processes ended with status {process.returncode}: {lines[-1] if lines else 'no output'}; see {log_file(work)}")
+        last = lines[-1] if lines else "no output"
+        raise WorkerError(f"the split model's processes ended with status {process.returncode}: {last}; see {log_file(work)}")
     task, rank, fault = found[0]
     if fault["mendable"]:
         raise WorkerError(f"split model {task.split}, rank {rank}: {fault['message']}")

@@ -121,7 +121,7 @@ def align(
         batch, notes = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         tasks = [
-            make_task(subject, split, file, work / f"split_{number}", name=str(split), dtype=dtype, micro_batch_size=micro_batch_size)
+            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size)
             for number, split in enumerate(splits)
         ]
         with running(tasks, work) as process:
@@ -155,7 +155,6 @@ def make_task(
     batch_file: Path,
     out: Path,
     *,
-    name: str,
     dtype: Dtype = "fp32",
     micro_batch_size: int | None = None,
     seed: int | None = None,
@@ -166,7 +165,7 @@ def make_task(
     rows = read_batch(batch_file, subject.model)["input_ids"].shape[0]
     parts = max(2, split.data)
     return Task(
-        name=name,
+        name=str(split),
         hf_dir=str(subject.directory.resolve()),
         model=subject.model,
         split=split,

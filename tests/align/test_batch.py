@@ -109,8 +109,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"image_grid_thw": None}, "pixel_values and image_grid_thw belong together"),
     ({"pixel_values": torch.zeros(15, WIDTH)}, r"pixel_values has shape \(15, 1176\); .* need \(16, 1176\)"),
     ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2]])}, "row 0 has 2 image placeholders but its images make 3 tokens"),
-    ({"image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 2]]), "pixel_values": torch.zeros(12, WIDTH)}, "row 2 has 2 image placeholders but its images make 1"),
-    ({"input_ids": torch.tensor([[1, START, IMAGE, IMAGE, 2, 3], [4, 5, 6, 7, 0, 0], [4, 5, 6, 7, 8, 0]])}, "3 images but the placeholders in input_ids belong to 1"),
+    (
+        {"image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 2]]), "pixel_values": torch.zeros(12, WIDTH)},
+        "row 2 has 2 image placeholders but its images make 1",
+    ),
+    (
+        {"input_ids": torch.tensor([[1, START, IMAGE, IMAGE, 2, 3], [4, 5, 6, 7, 0, 0], [4, 5, 6, 7, 8, 0]])},
+        "3 images but the placeholders in input_ids belong to 1",
+    ),
     ({"input_ids": torch.full((3, 6), VIDEO)}, "video placeholders"),
 ]
 
