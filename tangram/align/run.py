@@ -1,0 +1,209 @@
+"""One batch through Hugging Face's model and through the split model, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tangram.align.assemble import Assembled, assemble
+from tangram.align.batch import read_batch, write_batch
+from tangram.align.compare import TOLERANCES, Report, Row, compare
+from tangram.align.default_batch import default_batch, with_positions
+from tangram.align.launch import finish, running
+from tangram.align.observation import Observation, write_observation
+from tangram.align.reference import load_reference, observe
+from tangram.align.standin import runnable_directory
+from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, gradient_file, logits_file
+from tangram.config.model import ModelConfig
+from tangram.config.parsing import read_mapping
+from tangram.errors import CheckpointError, ConfigError
+from tangram.families.base import Family, get_family
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A Hugging Face directory, ready to be run.
+
+    Args:
+        directory: with weights and a config whose special tokens can be embedded.
+        replaced: special tokens that stand-ins replaced; see ``tangram.align.standin``.
+    """
+
+    directory: Path
+    family: Family
+    model: ModelConfig
+    replaced: dict[str, int] = field(default_factory=dict)
+
+
+def open_subject(hf_dir: Path, work: Path) -> Subject:
+    """Read the config of ``hf_dir``.
+
+    Raises:
+        CheckpointError: no such directory.
+        ConfigError: its config.json is missing or cannot be represented.
+    """
+    if not hf_dir.is_dir():
+        raise CheckpointError(f"{hf_dir}: no such directory; give a Hugging Face model directory, or write a small one with 'tangram tiny'")
+    family = get_family(str(read_mapping(hf_dir / "config.json").get("model_type")))
+    directory, replaced = runnable_directory(hf_dir, work / "hf")
+    return Subject(directory, family, family.from_hf_config(read_mapping(directory / "config.json")), replaced)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an alignment found."""
+
+    report: Report
+    split: Split
+    loss: float
+    reference_loss: float
+    batch: Mapping[str, torch.Tensor]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the tensors, as JSON types."""
+        return {
+            **self.report.as_dict(),
+            "split": self.split.model_dump(),
+            "loss": self.loss,
+            "reference_loss": self.reference_loss,
+            "batch": {name: list(tensor.shape) for name, tensor in self.batch.items()},
+            "notes": list(self.notes),
+        }
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A temporary folder, kept where the block fails, so that logs can be read."""
+    work = Path(tempfile.mkdtemp(prefix="tangram-align-"))
+    yield work
+    shutil.rmtree(work)
+
+
+def align(
+    hf_dir: Path,
+    splits: Sequence[Split],
+    *,
+    dtype: Dtype = "fp32",
+    batch_file: Path | None = None,
+    micro_batch_size: int | None = None,
+    dump: Path | None = None,
+    tolerance: float | None = None,
+) -> list[Outcome]:
+    """Compare the split model with Hugging Face's on one batch.
+
+    All splits run in one launch of processes, each on as many as it needs.
+
+    Args:
+        splits: at least one.
+        batch_file: ``batch.safetensors``; None: a batch of real pictures and text, see ``default_batch``.
+        micro_batch_size: rows per micro-batch; None: two micro-batches.
+        dump: folder for the batch, and the logits and gradients of the last split.
+        tolerance: None: that of ``dtype``, see ``TOLERANCES``.
+
+    Raises:
+        TangramError: the directory, split, or batch cannot be used, or a process failed.
+    """
+    with workplace() as work:
+        subject = open_subject(hf_dir, work)
+        for split in splits:
+            split.topology(subject.model)
+        batch, notes = prepare_batch(subject, batch_file)
+        file = write_batch(batch, work)
+        tasks = [
+            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size)
+            for number, split in enumerate(splits)
+        ]
+        with running(tasks, work) as process:
+            expected = observe(load_reference(subject.directory, TORCH_DTYPES[dtype]), batch)
+            finish(process, tasks, work)
+        outcomes = []
+        for task in tasks:
+            actual, replicas = collect(task)
+            limit = TOLERANCES[dtype] if tolerance is None else tolerance
+            report = compare(actual, expected, batch["attention_mask"], limit, extra=replicas)
+            outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, tuple(notes)))
+            if dump is not None and task is tasks[-1]:
+                write_batch(batch, dump)
+                write_observation(actual, dump)
+        return outcomes
+
+
+def prepare_batch(subject: Subject, batch_file: Path | None) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The batch to run, with 3-D positions, and notes for the report."""
+    notes = [f"special tokens outside the vocabulary, replaced on both sides: {subject.replaced}"] if subject.replaced else []
+    if batch_file is None:
+        batch, note = default_batch(subject.directory, subject.family, subject.model)
+        return batch, [*notes, note]
+    batch = read_batch(batch_file, subject.model)
+    return with_positions(batch, subject.family, subject.model), notes
+
+
+def make_task(
+    subject: Subject,
+    split: Split,
+    batch_file: Path,
+    out: Path,
+    *,
+    dtype: Dtype = "fp32",
+    micro_batch_size: int | None = None,
+    seed: int | None = None,
+    curve: Curve | None = None,
+) -> Task:
+    """What the processes are told. Without ``micro_batch_size`` the batch becomes two micro-batches, or as many as there are copies of
+    the model where these are more."""
+    rows = read_batch(batch_file, subject.model)["input_ids"].shape[0]
+    parts = max(2, split.data)
+    return Task(
+        name=str(split),
+        hf_dir=str(subject.directory.resolve()),
+        model=subject.model,
+        split=split,
+        dtype=dtype,
+        seed=seed,
+        batch=str(batch_file.resolve()),
+        micro_batch_size=micro_batch_size if micro_batch_size is not None else -(-rows // parts),
+        curve=curve,
+        out=str(out.resolve()),
+    )
+
+
+def collect(task: Task) -> tuple[Observation, list[Row]]:
+    """Put together what the ranks of a finished task wrote.
+
+    Returns:
+        The split model's observation, and a row that says how far ranks which hold the same elements of a gradient differ.
+
+    Raises:
+        PlacementError: elements of a gradient or of the logits that no rank gave.
+        ConfigError: a rank left no file.
+    """
+    ranks = range(task.split.processes)
+    gradients = list(assemble([_written(gradient_file(task.folder, rank)) for rank in ranks]))
+    logits = list(assemble([_written(logits_file(task.folder, rank)) for rank in ranks]))
+    result = json.loads(_written(task.folder / RESULT_FILE).read_text(encoding="utf-8"))
+    assert len(logits) == 1, "one tensor of logits"
+    observed = Observation(result["loss"], logits[0].tensor, {one.name: one.tensor for one in gradients})
+    return observed, [_replica_row(gradients)]
+
+
+def _written(path: Path) -> Path:
+    if not path.is_file():
+        raise ConfigError(f"{path}: the processes of the split model ended without writing it")
+    return path
+
+
+def _replica_row(gradients: Sequence[Assembled]) -> Row:
+    worst = max(gradients, key=lambda one: one.disagreement)
+    where = f", worst {worst.name}" if worst.disagreement else ""
+    return Row(f"ranks that hold the same gradient{where}", "replicas", worst.disagreement, 1.0)

@@ -1,0 +1,172 @@
+"""What the processes of the split model are told to do, and the files they leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
+from tangram.config.model import LayerList, ModelConfig
+from tangram.config.parsing import Section
+from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
+from tangram.errors import ConfigError
+from tangram.placement.topology import Topology
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Split(Section):
+    """How the model is divided over processes."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    virtual: int = Field(default=1, ge=1)
+    data: int = Field(default=1, ge=1)
+    """Copies of the model; each takes its share of the micro-batches."""
+    vit_pp_layers: LayerList | None = None
+    """Vision layers per stage. None: all on the first."""
+    llm_pp_layers: LayerList | None = None
+    """Text layers per stage. None: evenly, the last stages getting what is left over."""
+    distributed_optimizer: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def topology(self, model: ModelConfig) -> Topology:
+        """The topology, checked against the model.
+
+        Raises:
+            ConfigError: as ``Topology.build``, and where a layer list disagrees with ``pipeline`` or ``virtual``.
+        """
+        vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0
+        layers = model.text_decoder.num_layers
+        text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
+        topology = Topology.build(vision_layers=vision, text_layers=layers, tensor=self.tensor, vit_pp_layers=self.vit_pp_layers, llm_pp_layers=text)
+        if (topology.virtual, topology.pipeline) != (self.virtual, self.pipeline):
+            raise ConfigError(
+                f"llm_pp_layers {text} describes {topology.pipeline} pipeline ranks with {topology.virtual} virtual stages, but "
+                f"{self.pipeline} with {self.virtual} are asked for; change the list, --pp or --vpp"
+            )
+        return topology
+
+    def __str__(self) -> str:
+        parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
+        parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
+        parts += [f"DP{self.data}"] if self.data > 1 else []
+        parts += [f"text {self.llm_pp_layers}"] if self.llm_pp_layers is not None else []
+        parts += [f"vision {self.vit_pp_layers}"] if self.vit_pp_layers is not None else []
+        return " ".join(parts)
+
+
+def even_layers(layers: int, virtual: int, pipeline: int) -> list[list[int]]:
+    """``layers`` over all stages, ``[virtual][pipeline]``; the last stages, which have no vision encoder, take the remainder.
+
+    Raises:
+        ConfigError: fewer layers than stages.
+    """
+    stages = virtual * pipeline
+    if layers < stages:
+        raise ConfigError(f"{layers} text layers cannot fill {stages} stages; use fewer, or give --llm-pp-layers and --vit-pp-layers")
+    flat = [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
+    return [flat[row * pipeline : (row + 1) * pipeline] for row in range(virtual)]
+
+
+class Curve(Section):
+    """Train on the batch for some steps instead of looking at one."""
+
+    steps: int = Field(ge=1)
+    lr: float = Field(gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+
+
+class Task(Section):
+    """One run of the split model on one batch."""
+
+    name: str
+    hf_dir: str
+    model: ModelConfig
+    split: Split
+    dtype: Dtype = "fp32"
+    seed: int | None = None
+    """None: start from the weights of ``hf_dir``; a number: from random weights."""
+    batch: str
+    """File of the batch."""
+    micro_batch_size: int = Field(ge=1)
+    curve: Curve | None = None
+    out: str
+    """Folder for what the ranks find."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out)
+
+    def run_config(self) -> RunConfig:
+        """The run that the engine is built from. Dropout is off, as in the reference."""
+        topology = self.split.topology(self.model)
+        curve = self.curve or Curve(steps=1, lr=1e-3)
+        return RunConfig(
+            model=ModelSource(config=_without_dropout(self.model), hf_dir=self.hf_dir, load=None if self.seed is not None else self.hf_dir),
+            data=DataConfig(
+                dataset_param=DatasetParam(
+                    preprocess_parameters=PreprocessParameters(model_name_or_path=self.hf_dir),
+                    basic_parameters=BasicParameters(dataset=self.batch),
+                )
+            ),
+            parallel=ParallelConfig(
+                tensor_model_parallel_size=self.split.tensor,
+                pipeline_model_parallel_size=self.split.pipeline,
+                virtual_pipeline_model_parallel_size=self.split.virtual if self.split.virtual > 1 else None,
+                vit_pp_layers=[list(row) for row in topology.vision],
+                llm_pp_layers=[list(row) for row in topology.text],
+                use_distributed_optimizer=self.split.distributed_optimizer,
+            ),
+            training=TrainingConfig(
+                micro_batch_size=self.micro_batch_size,
+                dtype=self.dtype,
+                seed=self.seed or 0,
+                lr=curve.lr,
+                lr_decay_style="constant",
+                weight_decay=0.0,
+                clip_grad=curve.clip_grad,
+                train_iters=curve.steps,
+                loss_type="per_token_loss",
+            ),
+        )
+
+
+def _without_dropout(model: ModelConfig) -> ModelConfig:
+    off = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    update: dict[str, object] = {"text_decoder": model.text_decoder.model_copy(update=off)}
+    if model.image_encoder is not None:
+        encoder = model.image_encoder.vision_encoder.model_copy(update=off)
+        update["image_encoder"] = model.image_encoder.model_copy(update={"vision_encoder": encoder})
+    return model.model_copy(update=update)
+
+
+class TaskList(Section):
+    """Tasks that one launch of processes works off, each on its first ``split.processes`` ranks."""
+
+    tasks: list[Task]
+
+    @property
+    def processes(self) -> int:
+        return max(task.split.processes for task in self.tasks)
+
+
+def gradient_file(folder: Path, rank: int) -> Path:
+    return folder / f"gradients_{rank:05d}.safetensors"
+
+
+def logits_file(folder: Path, rank: int) -> Path:
+    return folder / f"logits_{rank:05d}.safetensors"
+
+
+RESULT_FILE = "result.json"
+"""Losses (and of a curve, gradient norms), written by rank 0."""
+
+
+def fault_file(folder: Path, rank: int) -> Path:
+    return folder / f"fault_{rank:05d}.json"

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tangram.align.batch import blank_like, check_batch, images_per_row, micro_batches, read_batch, write_batch
+from tangram.config.model import ModelConfig
+from tangram.errors import DataError
+from tangram.families.base import get_family
+
+IMAGE, VIDEO, START = 61, 62, 60
+WIDTH = 3 * 2 * 14 * 14
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+        "hidden_act": "silu",
+    }
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+    return get_family("qwen2_5_vl").from_hf_config({"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, **ids})
+
+
+def example() -> dict[str, torch.Tensor]:
+    """Three rows: one image of 2 x 4 patches (2 tokens), no image, two images of 2 x 2 (1 token each)."""
+    ids = torch.tensor([[1, START, IMAGE, IMAGE, 2, 3], [4, 5, 6, 7, 0, 0], [START, IMAGE, START, IMAGE, 8, 0]])
+    labels = torch.full_like(ids, -100)
+    labels[0, 5], labels[1, 2:4], labels[2, 4] = 3, torch.tensor([6, 7]), 8
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 5 + [0]]),
+        "position_ids": torch.arange(6).expand(3, 3, 6).contiguous(),
+        "pixel_values": torch.arange(16.0)[:, None].expand(16, WIDTH).contiguous(),
+        "image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 2]]),
+    }
+
+
+def test_a_batch_survives_the_file(tmp_path: Path, model: ModelConfig):
+    path = write_batch(example(), tmp_path)
+    read = read_batch(path, model)
+    assert read.keys() == example().keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in example().items())
+
+
+def test_integers_of_any_width_and_pixels_of_any_precision_are_read(tmp_path: Path, model: ModelConfig):
+    narrow = {k: v.half() if k == "pixel_values" else v.int() for k, v in example().items()}
+    read = read_batch(write_batch(narrow, tmp_path), model)
+    assert read["input_ids"].dtype == torch.int64 and read["pixel_values"].dtype == torch.float32
+
+
+def test_images_belong_to_rows_by_their_placeholders(model: ModelConfig):
+    assert images_per_row(example(), model) == [1, 0, 2]
+
+
+def test_micro_batches_are_as_long_as_their_longest_row_and_take_their_images(model: ModelConfig):
+    first, second = micro_batches(example(), model, 2)
+    assert first["input_ids"].shape == (2, 6) and second["input_ids"].shape == (1, 5)
+    assert first["position_ids"].shape == (3, 2, 6) and second["position_ids"].shape == (3, 1, 5)
+    assert first["image_grid_thw"].tolist() == [[1, 2, 4]] and second["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 2]]
+    assert first["pixel_values"][:, 0].tolist() == list(range(8)) and second["pixel_values"][:, 0].tolist() == list(range(8, 16))
+    assert first["sample_ids"] == [0, 1] and second["sample_ids"] == [2]
+    alone = micro_batches(example(), model, 1)[1]
+    assert "pixel_values" not in alone and alone["input_ids"].tolist() == [[4, 5, 6, 7]]
+
+
+def test_a_blank_micro_batch_supervises_nothing(model: ModelConfig):
+    part = micro_batches(example(), model, 3)[0]
+    blank = blank_like(part)
+    assert (blank["labels"] == -100).all() and torch.equal(blank["input_ids"], part["input_ids"]) and blank["sample_ids"] == []
+    assert (part["labels"] != -100).any()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"labels": torch.zeros(3, 5, dtype=torch.long)}, r"labels has shape \(3, 5\); input_ids of shape \(3, 6\) needs \(3, 6\)"),
+    ({"position_ids": torch.zeros(3, 6, dtype=torch.long)}, r"position_ids has shape \(3, 6\); .* needs \(3, 3, 6\)"),
+    ({"labels": torch.full((3, 6), -100)}, "labels supervise no token"),
+    ({"labels": torch.full((3, 6), 64)}, "labels holds ids 64 to 64, but the vocabulary is 0 to 63"),
+    ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]] * 3)}, "must be 1 for tokens and then 0 for padding on the right"),
+    ({"labels": torch.full((3, 6), 5)}, "labels supervise padding"),
+    ({"image_grid_thw": None}, "pixel_values and image_grid_thw belong together"),
+    ({"pixel_values": torch.zeros(15, WIDTH)}, r"pixel_values has shape \(15, 1176\); .* need \(16, 1176\)"),
+    ({"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2]])}, "row 0 has 2 image placeholders but its images make 3 tokens"),
+    (
+        {"image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 2]]), "pixel_values": torch.zeros(12, WIDTH)},
+        "row 2 has 2 image placeholders but its images make 1",
+    ),
+    (
+        {"input_ids": torch.tensor([[1, START, IMAGE, IMAGE, 2, 3], [4, 5, 6, 7, 0, 0], [4, 5, 6, 7, 8, 0]])},
+        "3 images but the placeholders in input_ids belong to 1",
+    ),
+    ({"input_ids": torch.full((3, 6), VIDEO)}, "video placeholders"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_a_batch_that_cannot_run_is_refused_with_the_numbers(model: ModelConfig, change: dict[str, Any], message: str):
+    batch = {name: tensor for name, tensor in {**example(), **change}.items() if tensor is not None}
+    with pytest.raises(DataError, match=f"^the file: .*{message}"):
+        check_batch(batch, model, "the file")
+
+
+def test_an_unknown_or_missing_tensor_or_file_is_named(tmp_path: Path, model: ModelConfig):
+    with pytest.raises(DataError, match="no such file"):
+        read_batch(tmp_path / "batch.safetensors", model)
+    with pytest.raises(DataError, match="unknown tensor 'pixel_value' .did you mean 'pixel_values'"):
+        read_batch(write_batch({**example(), "pixel_value": torch.zeros(1)}, tmp_path), model)
+    save_file({"input_ids": torch.zeros(1, 2, dtype=torch.long)}, tmp_path / "batch.safetensors")
+    with pytest.raises(DataError, match="tensor 'labels' is missing"):
+        read_batch(tmp_path / "batch.safetensors", model)
+    (tmp_path / "batch.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(DataError, match="not a safetensors file"):
+        read_batch(tmp_path / "batch.safetensors", model)
