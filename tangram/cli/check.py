@@ -65,7 +65,9 @@ def _show(report: Report) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(soft_wrap=True)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # one line per finding, for logs and grep
     table = Table("checked", "", "found", box=None, pad_edge=False)
     for finding in report.findings:
         mark = "[red]wrong[/red]" if finding.error else "[green]ok[/green]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tangram.config.hf_compare import compare_with_hf
 from tangram.config.parsing import read_mapping
@@ -114,37 +114,22 @@ def reference(subject: Subject) -> str:
 
 
 def tokenizer(subject: Subject) -> str:
-    """The tokenizer's folder, and the patch sizes of its image processor."""
     folder = Path(subject.run.data.dataset_param.preprocess_parameters.model_name_or_path)
     if not folder.is_dir():
         raise ConfigError(f"preprocess_parameters.model_name_or_path {folder}: no such folder; give the Hugging Face directory with the tokenizer")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ConfigError(f"preprocess_parameters.model_name_or_path {folder}: holds no tokenizer (tokenizer.json, or vocab.json with merges.txt)")
-    vision = subject.vision
-    processor = folder / "preprocessor_config.json"
-    if vision is None or not processor.is_file():
-        return str(folder)
-    content: dict[str, Any] = read_mapping(processor)
-    pairs = (
-        ("patch_size", vision.patch_size, "patch_size"),
-        ("temporal_patch_size", vision.temporal_patch_size, "temporal_patch_size"),
-        ("merge_size", vision.spatial_merge_size, "spatial_merge_size"),
-    )
-    for key, own, name in pairs:
-        if key in content and content[key] != own:
-            raise ConfigError(f"{processor}: {key} {content[key]} does not agree with vision_encoder.{name} {own}; use the model's own files")
     return str(folder)
 
 
 def samples(subject: Subject) -> str:
-    """The samples: files, images, placeholders, and enough of them for one step."""
+    """The samples: format, images, placeholders, and enough of them for one step. Image files are looked for, not opened."""
+    from tangram.data.loader import check_data
+
     parameters = subject.run.data.dataset_param.basic_parameters
-    for name, value in (("dataset", parameters.dataset), ("val_dataset", parameters.val_dataset)):
-        for path in value.split(",") if value else ():
-            if not Path(path).is_file():
-                raise DataError(f"basic_parameters.{name} {path}: no such file; correct the path")
     if not Path(parameters.dataset_dir).is_dir():
         raise DataError(f"basic_parameters.dataset_dir {parameters.dataset_dir}: no such folder; correct the path")
+    check_data(subject.run, subject.data_parallel or 1, read_headers=False)
     return parameters.dataset
 
 

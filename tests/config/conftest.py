@@ -88,6 +88,8 @@ HF_CONFIG: dict[str, Any] = {
     },
 }
 
+PROCESSOR = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+
 FLAGS = ["--micro-batch-size", "1", "--seq-length", "64", "--train-iters", "10", "--lr", "1e-3"]
 
 Edit = Callable[[dict[str, Any]], None]
@@ -100,6 +102,7 @@ class Files:
         self.folder = folder
         (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+        (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
         self.model = copy.deepcopy(MODEL)
         self.data: dict[str, Any] = {
             "dataset_param": {

@@ -42,13 +42,25 @@ def test_words_for_numbers_name_the_key(files: Files) -> None:
     [
         ("lr: 1.0e-3", "lr: 1.0e-3, learnig_rate: 1", "run.yaml: unknown key 'training.learnig_rate'"),
         ("lr: 1.0e-3", "lr: 1.0e-3, micro_batchsize: 1", "unknown key 'training.micro_batchsize' (did you mean 'micro_batch_size'?)"),
-        ("lr: 1.0e-3", "lr: 1.0e-3, recompute_granularity: full", "'recompute_granularity' belongs under features: write features.recompute_granularity"),
+        (
+            "lr: 1.0e-3",
+            "lr: 1.0e-3, recompute_granularity: full",
+            "'recompute_granularity' belongs under features: write features.recompute_granularity",
+        ),
         ("lr: 1.0e-3", "lr: 1.0e-3, plugin: [a.py]", "training.plugin: 'plugin' belongs under model: write model.plugin"),
         ("backend: megatron", "backend: megatron\nseed: 1", "'seed' belongs under training: write training.seed"),
         ("backend: megatron", "backend: megatron\nfeature: {}", "unknown section 'feature' (did you mean 'features'?)"),
         ("backend: megatron", "backend: fsdp", "backend: Input should be 'megatron', got 'fsdp'"),
-        ("backend: megatron", "parallel: {context_parallel_size: 2}", "context parallelism is not supported yet by the megatron backend, got size 2; set it to 1"),
-        ("backend: megatron", "parallel: {tensor_parallel_size: 2}", "unknown key 'parallel.tensor_parallel_size' (did you mean 'tensor_model_parallel_size'?)"),
+        (
+            "backend: megatron",
+            "parallel: {context_parallel_size: 2}",
+            "context parallelism is not supported yet by the megatron backend, got size 2; set it to 1",
+        ),
+        (
+            "backend: megatron",
+            "parallel: {tensor_parallel_size: 2}",
+            "unknown key 'parallel.tensor_parallel_size' (did you mean 'tensor_model_parallel_size'?)",
+        ),
         ("backend: megatron", "features: 3", "features: expected a mapping of keys to values, got 3"),
         ("{config: model.json}", "{}", "model: give config (the path of model.json, or its content) or hf_dir"),
         ("{config: model.json}", "{config: model.json, overrides: {text_decoder: {foo: 1}}}", "unknown key 'text_decoder.foo'"),

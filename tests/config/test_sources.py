@@ -25,7 +25,9 @@ FACTS = RunFacts(dtype="bf16", seq_length=1024)
         ("72b", 80, 8192, 8, 152064, False, [32] + [0] * 7, [6] + [11] * 6 + [8]),
     ],
 )
-def test_examples_hold_the_published_sizes(size: str, layers: int, hidden: int, groups: int, vocabulary: int, tied: bool, vit: list[int], llm: list[int]) -> None:
+def test_examples_hold_the_published_sizes(
+    size: str, layers: int, hidden: int, groups: int, vocabulary: int, tied: bool, vit: list[int], llm: list[int]
+) -> None:
     model = read_model(EXAMPLES / f"model_{size}.json")
     text = model.text_decoder
     assert (text.num_layers, text.hidden_size, text.num_query_groups, text.vocab_size) == (layers, hidden, groups, vocabulary)
@@ -102,13 +104,28 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("vision", "intermediate_size", 41, "vision_encoder.intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key"),
-        ("vision", "use_vit_dp", True, "vision_encoder.use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove the key"),
+        (
+            "vision",
+            "intermediate_size",
+            41,
+            "vision_encoder.intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key",
+        ),
+        (
+            "vision",
+            "use_vit_dp",
+            True,
+            "vision_encoder.use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove the key",
+        ),
         ("vision", "num_query_groups", 2, "num_query_groups: 2 does not agree with num_attention_heads, which is 4"),
         ("text", "params_dtype", "fp16", "text_decoder.params_dtype: 'fp16' does not agree with the run's dtype, which is 'bf16'"),
         ("text", "bf16", False, "text_decoder.bf16: false does not agree with the run's dtype, which is true"),
         ("text", "seq_length", 2048, "text_decoder.seq_length: 2048 does not agree with the run's seq_length, which is 1024"),
-        ("text", "group_query_attention", False, "group_query_attention: false does not agree with num_query_groups < num_attention_heads, which is true"),
+        (
+            "text",
+            "group_query_attention",
+            False,
+            "group_query_attention: false does not agree with num_query_groups < num_attention_heads, which is true",
+        ),
         ("text", "disable_bias_linear", False, "disable_bias_linear: false does not agree with add_bias_linear, negated, which is true"),
         ("text", "rope_scaling", {"type": "yarn"}, "text_decoder.rope_scaling: {'type': 'yarn'} cannot be had here, only null"),
     ],
@@ -196,7 +213,12 @@ def public_data() -> dict[str, Any]:
         "video_fps": 2.0,
         "video_maxlen": 64,
     }
-    parameters["basic_parameters"] |= {"cache_dir": "./data/cache_dir", "preprocessing_batch_size": 1000, "preprocessing_num_workers": 16, "tool_format": None}
+    parameters["basic_parameters"] |= {
+        "cache_dir": "./data/cache_dir",
+        "preprocessing_batch_size": 1000,
+        "preprocessing_num_workers": 16,
+        "tool_format": None,
+    }
     parameters["attr"] |= {"system": None, "videos": None, "observation_tag": None, "function_tag": None, "system_tag": None}
     return data
 
@@ -205,7 +227,15 @@ def test_public_data_file_ports_by_removing_keys(tmp_path: Path) -> None:
     data = public_data()
     with pytest.raises(ConfigError) as error:
         parse_data(data, "data.json", tmp_path)
-    useless = ["video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen", "cache_dir", "preprocessing_batch_size", "preprocessing_num_workers"]
+    useless = [
+        "video_max_pixels",
+        "video_min_pixels",
+        "video_fps",
+        "video_maxlen",
+        "cache_dir",
+        "preprocessing_batch_size",
+        "preprocessing_num_workers",
+    ]
     assert all(key in str(error.value) for key in useless)
     for key in useless:
         data["dataset_param"]["preprocess_parameters" if key.startswith("video") else "basic_parameters"].pop(key)

@@ -1,0 +1,333 @@
+"""Every rule of the checks before a run starts, by the text of its message."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.config.preflight import Report, check_run
+from tangram.errors import ConfigError, DataError, TangramError
+from tests.config.conftest import EXAMPLES, PROCESSOR, Files
+
+
+def report(files: Files, *flags: str, world: int | None = None) -> Report:
+    return check_run(files.run(*flags), world)
+
+
+def fault(files: Files, *flags: str, world: int | None = None) -> str:
+    """The message of the one rule that does not hold."""
+    errors = report(files, *flags, world=world).errors
+    assert len(errors) == 1, errors
+    return str(errors[0])
+
+
+PP2 = ["--pipeline-model-parallel-size", "2"]
+
+
+def split(files: Files, vit: Any, llm: Any) -> None:
+    files.vision["pipeline_num_layers"], files.text["pipeline_num_layers"] = vit, llm
+
+
+def test_a_good_run_passes_every_rule(files: Files) -> None:
+    split(files, [4, 0], [1, 3])
+    found = report(files, *PP2, "--tensor-model-parallel-size", "2", "--global-batch-size", "4", world=8)
+    assert not found.errors
+    found.raise_errors()
+    details = {finding.rule: finding.detail for finding in found.findings}
+    assert details["processes"] == "8 processes = TP 2 x PP 2 x DP 2"
+    assert details["global batch"] == "4 samples = 1 x DP 2 x 2 micro-batches"
+    assert found.split == [
+        "stage 0: patch embedding > vision layers 0-3 > projector | embedding > text layer 0",
+        "stage 1: text layers 1-3 > norm, head, loss",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vit", "llm", "flags", "message"),
+    [
+        ([4, 0], [2, 1], PP2, "llm_pp_layers [2, 1] sums to 3, but the model has 4 layers; correct the list"),
+        ([3, 0], [2, 2], PP2, "vit_pp_layers [3, 0] sums to 3, but the model has 4 layers"),
+        ([4], [3], [], "llm_pp_layers [3] sums to 3, but the model has 4 layers"),
+        ([4, 0, 0], [2, 2, 0], PP2, "vit_pp_layers [4, 0, 0] has 3 numbers per row, but pipeline_model_parallel_size is 2"),
+        (
+            [4, 0],
+            [2, 2, 0],
+            PP2,
+            "llm_pp_layers [2, 2, 0] has 3 numbers per row, but pipeline_model_parallel_size is 2; give one number per pipeline stage",
+        ),
+        ([4, 0], [2, 2], [], "vit_pp_layers [4, 0] has 2 numbers per row, but pipeline_model_parallel_size is 1"),
+        ([[4, 0], [0, 0]], [[1, 1], [1, 1]], PP2, "has 2 rows, but virtual_pipeline_model_parallel_size is 1; give one row per virtual stage"),
+        ([4, 0], [1, 3], [*PP2, "--virtual-pipeline-model-parallel-size", "2"], "[4, 0] has 1 rows, but virtual_pipeline_model_parallel_size is 2"),
+        ([1, 3], [2, 2], PP2, "the text decoder starts on stage 0 but the vision encoder ends on stage 1"),
+        ([4, 0], [4, 0], PP2, "pipeline rank 1, virtual stage 0 holds no layer; give every stage at least one"),
+        (None, None, PP2, "pipeline_model_parallel_size 2 x 1 virtual stages needs the layers of each stage: give pipeline_num_layers"),
+    ],
+)
+def test_layer_lists(files: Files, vit: Any, llm: Any, flags: list[str], message: str) -> None:
+    if vit is not None:
+        split(files, vit, llm)
+    assert message in fault(files, *flags)
+
+
+def test_lists_given_twice_must_agree(files: Files) -> None:
+    from tangram.config.yaml_config import read_run
+
+    split(files, [4, 0], [1, 3])
+    text = "model: {config: model.json}\ndata: {config: data.json}\ntraining: {lr: 1e-3}\nparallel: {pipeline_model_parallel_size: 2, llm_pp_layers: [[2, 2]]}\n"
+    errors = check_run(read_run(files.run_file(text)), None).errors
+    assert str(errors[0]) == (
+        "parallel.llm_pp_layers [[2, 2]] and text_decoder.pipeline_num_layers [1, 3] of the model differ; correct one, or give only one of them"
+    )
+    check_run(read_run(files.run_file(text.replace("[[2, 2]]", "[[1, 3]]"))), None).raise_errors()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "tensor", "message"),
+    [
+        ("text", {}, 4, "tensor_model_parallel_size 4 does not divide text_decoder.num_query_groups (key/value heads) 2; use 1 or 2"),
+        (
+            "text",
+            {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8},
+            2,
+            "does not divide text_decoder.num_query_groups (key/value heads) 3; use 1",
+        ),
+        ("text", {"ffn_hidden_size": 49}, 2, "does not divide text_decoder.ffn_hidden_size 49; use 1"),
+        (
+            "vision",
+            {"num_attention_heads": 2, "hidden_size": 32},
+            4,
+            "text_decoder.num_query_groups (key/value heads) 2, vision_encoder.num_attention_heads 2",
+        ),
+        ("vision", {"ffn_hidden_size": 41}, 2, "does not divide vision_encoder.ffn_hidden_size 41; use 1"),
+        ("vision", {"num_attention_heads": 1}, 2, "does not divide vision_encoder.num_attention_heads 1; use 1"),
+    ],
+)
+def test_tensor_parallel_sizes(files: Files, section: str, values: dict[str, int], tensor: int, message: str) -> None:
+    getattr(files, section).update(values)
+    assert message in fault(files, "--tensor-model-parallel-size", str(tensor))
+
+
+def test_heads_that_do_not_divide(files: Files) -> None:
+    files.text.update(num_attention_heads=6, num_query_groups=6, kv_channels=8)
+    message = fault(files, "--tensor-model-parallel-size", "4")
+    assert "text_decoder.num_query_groups (key/value heads) 6, text_decoder.num_attention_heads 6; use 1 or 2" in message
+
+
+def test_projector_that_does_not_divide(files: Files) -> None:
+    files.vision.update(hidden_size=12, num_attention_heads=3, ffn_hidden_size=96)
+    files.model["image_encoder"]["vision_projector"].update(input_size=12, ffn_hidden_size=48)
+    files.text.update(num_attention_heads=32, num_query_groups=32, kv_channels=8, ffn_hidden_size=96)
+    assert "vision_encoder.num_attention_heads 3, vision_projector.ffn_hidden_size 48; use 1" in fault(files, "--tensor-model-parallel-size", "32")
+
+
+def test_vocabulary(files: Files) -> None:
+    found = report(files, "--make-vocab-size-divisible-by", "128", "--tensor-model-parallel-size", "2")
+    assert next(f.detail for f in found.findings if f.rule == "vocabulary") == "320 rows padded to 512"
+    files.model["img_context_token_id"] = 151655
+    assert (
+        fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 151655; correct the ids or vocab_size"
+    )
+    files.model["img_context_token_id"] = 311
+    assert "special token ids must differ, got img_context_token_id 311, video_token_id 311" in fault(files)
+
+
+def test_processes(files: Files) -> None:
+    split(files, [4, 0], [1, 3])
+    message = fault(files, *PP2, "--tensor-model-parallel-size", "2", world=6)
+    assert message.startswith("6 processes cannot be split into tensor-parallel 2 x pipeline-parallel 2 = 4; start a multiple of 4 processes")
+
+
+def test_batch(files: Files) -> None:
+    message = fault(files, "--global-batch-size", "7", "--micro-batch-size", "2", world=2)
+    assert message == "global_batch_size 7 is not a multiple of micro_batch_size 2 x data-parallel size 2 = 4; use 4 or 8"
+    assert (
+        fault(files, "--global-batch-size", "3", "--micro-batch-size", "2")
+        == "global_batch_size 3 is not a multiple of micro_batch_size 2; use 2 or 4"
+    )
+
+
+def test_virtual_stages(files: Files) -> None:
+    split(files, [[4], [0]], [[2], [2]])
+    assert "virtual_pipeline_model_parallel_size 2 needs pipeline_model_parallel_size of at least 2, got 1" in fault(
+        files, "--virtual-pipeline-model-parallel-size", "2"
+    )
+    split(files, [[4, 0], [0, 0]], [[1, 1], [1, 1]])
+    flags = [*PP2, "--virtual-pipeline-model-parallel-size", "2", "--global-batch-size"]
+    message = fault(files, *flags, "6", world=4)
+    assert (
+        "multiple of pipeline_model_parallel_size 2, got 3 (global_batch_size 6 / (micro_batch_size 1 x data-parallel size 2)); change global_batch_size"
+        in message
+    )
+    assert not report(files, *flags, "8", world=4).errors
+    split(files, [4, 0], [2, 2])
+    assert "virtual_pipeline_model_parallel_size 1 is no interleaving" in fault(files, *PP2, "--virtual-pipeline-model-parallel-size", "1")
+
+
+def test_sequence_and_schedule(files: Files) -> None:
+    files.text["max_position_embeddings"] = 32
+    assert fault(files) == "seq_length 64 is longer than max_position_embeddings 32 of the text decoder; lower seq_length"
+    files.text["max_position_embeddings"] = 64
+    assert "lr_warmup_iters 10 must be smaller than the 10 steps of the schedule" in fault(files, "--lr-warmup-iters", "10")
+
+
+def test_freezing(files: Files) -> None:
+    files.text["freeze"] = True
+    files.model["image_encoder"]["vision_projector"]["freeze"] = True
+    assert (
+        fault(files) == "text_decoder, vision_encoder, vision_projector: all are frozen, so nothing would be trained; set freeze false in one of them"
+    )
+
+
+def test_evaluation(files: Files) -> None:
+    flags = ["--eval-interval", "5", "--eval-iters", "2"]
+    assert "eval_iters 2 needs basic_parameters.val_dataset of the data config" in fault(files, *flags)
+    files.data["dataset_param"]["basic_parameters"]["val_dataset"] = str(files.folder / "samples.json")
+    assert not report(files, *flags).errors
+    assert "samples.json would never be read; set eval_interval and eval_iters, or remove val_dataset" in fault(files)
+
+
+def test_notes(files: Files) -> None:
+    files.text["untie_embeddings_and_output_weights"] = False
+    files.vision["freeze"] = files.text["freeze"] = True
+    split(files, [4, 0], [1, 3])
+    found = report(files, *PP2, "--use-distributed-optimizer", world=2)
+    assert not found.errors
+    assert found.notes == [
+        "tied embeddings over a pipeline: stages 0 and 1 each hold a copy, and their gradients are summed in every step",
+        "use_distributed_optimizer saves nothing with data-parallel size 1",
+        "pipeline stage 1 holds only frozen weights: its optimizer has nothing to do",
+    ]
+
+
+def safetensors(path: Path, size: int) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    path.write_bytes((len(header).to_bytes(8, "little") + header + bytes(16))[:size])
+
+
+def test_weights_of_none_of_the_kinds(files: Files) -> None:
+    assert "no such folder; give a folder of weights, or leave load out" in fault(files, "--load", str(files.folder / "nowhere"))
+    (files.folder / "odd").mkdir()
+    (files.folder / "odd" / "notes.txt").write_text("")
+    message = fault(files, "--load", str(files.folder / "odd"))
+    assert "neither a Hugging Face directory (*.safetensors), nor an mp_rank directory" in message
+    assert message.endswith("it holds notes.txt")
+
+
+def test_hugging_face_weights(files: Files) -> None:
+    folder = files.hf_dir()
+    safetensors(folder / "model.safetensors", 10**6)
+    found = report(files, "--load", str(folder))
+    assert not found.errors
+    assert f"keys equal those of {folder}" in next(f.detail for f in found.findings if f.rule == "Hugging Face config")
+    size = (folder / "model.safetensors").stat().st_size
+    safetensors(folder / "model.safetensors", size - 3)
+    assert f"{size - 3} bytes, but its header describes {size}; it is truncated or damaged" in fault(files, "--load", str(folder))
+    safetensors(folder / "model.safetensors", 30)
+    assert "not a safetensors file, or its header" in fault(files, "--load", str(folder))
+    safetensors(folder / "model.safetensors", 10**6)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    assert "1 of 2 files are missing: model-2.safetensors; fetch them again" in fault(files, "--load", str(folder))
+    (folder / "model.safetensors.index.json").unlink()
+    files.hf["rms_norm_eps"] = 1e-6
+    files.hf_dir()
+    assert "text_decoder.layernorm_epsilon is 1e-05 but 1e-06 in" in fault(files, "--load", str(folder))
+
+
+def test_tokenizer(files: Files) -> None:
+    (files.folder / "tokenizer" / "tokenizer.json").unlink()
+    assert "holds no tokenizer (tokenizer.json, or vocab.json with merges.txt)" in fault_of(files, "tokenizer")
+    files.data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = "nowhere"
+    assert "nowhere: no such folder; give the Hugging Face directory with the tokenizer" in fault_of(files, "tokenizer")
+
+
+def fault_of(files: Files, rule: str, *flags: str) -> str:
+    return next(str(finding.error) for finding in report(files, *flags).findings if finding.rule == rule and finding.error is not None)
+
+
+def test_image_processor(files: Files) -> None:
+    (files.folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "patch_size": 16}))
+    assert "preprocessor_config.json: patch_size is 16 but model.json's vision encoder has 14" in fault_of(files, "samples")
+
+
+def test_samples(files: Files) -> None:
+    files.samples[3] |= {"images": ["cat.png"]}
+    files.samples[3]["messages"][0]["content"] = "<image>What is it?"
+    assert "cat.png: no such image file" in fault_of(files, "samples")
+    files.samples[3]["messages"][0]["content"] = "What is it?"
+    assert "record 3" in fault_of(files, "samples")
+    files.samples[3]["images"] = []
+    files.samples = files.samples[:5]
+    message = fault_of(files, "samples", "--global-batch-size", "8")
+    assert "5" in message
+    assert "8" in message
+    files.data["dataset_param"]["basic_parameters"]["dataset_dir"] = "nowhere"
+    assert "nowhere: no such folder; correct the path" in fault_of(files, "samples")
+    files.data["dataset_param"]["basic_parameters"] |= {"dataset_dir": ".", "dataset": "nowhere.json"}
+    assert "nowhere.json: no such dataset file" in fault_of(files, "samples")
+
+
+def test_save_folder(files: Files) -> None:
+    (files.folder / "file").write_text("")
+    assert f"{files.folder / 'file'} is a file; give a folder" in fault(files, "--save", str(files.folder / "file" / "out"))
+    assert not report(files, "--save", str(files.folder / "new" / "folder")).errors
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_save_folder_without_permission(files: Files) -> None:
+    locked = files.folder / "locked"
+    locked.mkdir(mode=0o500)
+    assert f"no permission to write in {locked}; give another folder" in fault(files, "--save", str(locked / "out"))
+
+
+def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
+    files.text["max_position_embeddings"] = 32
+    files.data["dataset_param"]["basic_parameters"]["dataset"] = "nowhere.json"
+    with pytest.raises(ConfigError, match=r"lower seq_length \(1 more problems: run tangram check\)"):
+        report(files).raise_errors()
+    files.text["max_position_embeddings"] = 64
+    with pytest.raises(DataError):
+        report(files).raise_errors()
+
+
+@pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
+def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(size: str, tmp_path: Path) -> None:
+    fake = tmp_path / "tangram"
+    fake.write_text(
+        f'#!/bin/bash\nexec {sys.executable} -c "import sys; from tangram.cli.check import add_parser, run; import argparse\nsub = argparse.ArgumentParser(); add_parser(sub.add_subparsers()); sys.exit(run(sub.parse_args(sys.argv[1:])))" "$@"\n'
+    )
+    fake.chmod(0o755)
+    root = EXAMPLES.parents[1]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "CHECK_ONLY": "1", "COLUMNS": "500"}
+    done = subprocess.run(["bash", str(EXAMPLES / f"finetune_{size}.sh")], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    wrong = {line.split("wrong")[0].strip() for line in done.stdout.splitlines() if "wrong" in line}
+    assert wrong == {"weights", "tokenizer", "samples"}, done.stdout
+
+
+def test_checking_imports_no_torch_and_is_quick(files: Files) -> None:
+    words = json.dumps(["check", "--world-size", "1", *files.flags()])
+    code = (
+        "import argparse, sys, time; start = time.process_time()\n"
+        "from tangram.cli.check import add_parser, run\n"
+        "parser = argparse.ArgumentParser(); add_parser(parser.add_subparsers())\n"
+        f"status = run(parser.parse_args({words}))\n"
+        "heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
+        "print(status, sorted(heavy), time.process_time() - start)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    status, heavy, seconds = done.stdout.splitlines()[-1].replace("[]", "none").split()
+    assert (status, heavy) == ("0", "none"), done.stdout
+    assert float(seconds) < 2
+
+
+def test_errors_are_one_line(files: Files) -> None:
+    files.text["num_query_groups"] = 1
+    for error in report(files, "--tensor-model-parallel-size", "2", "--load", "x").errors:
+        assert isinstance(error, TangramError)
+        assert "\n" not in str(error)
