@@ -33,12 +33,12 @@ class LossTerms:
     """Scalar, int64."""
 
 
-def reduce_token_losses(token_losses: Tensor, rows: Tensor, num_rows: int, loss_type: str) -> LossTerms:
+def reduce_token_losses(token_losses: Tensor, rows: Tensor, loss_type: str) -> LossTerms:
     """Reduce the losses of one micro-batch's supervised tokens.
 
     Args:
         token_losses: [n], cross-entropy of each supervised token.
-        rows: [n], the sample that each belongs to, 0..num_rows-1.
+        rows: [n], number of the sample that each belongs to.
 
     Raises:
         ConfigError: unknown ``loss_type``.
@@ -50,7 +50,6 @@ def reduce_token_losses(token_losses: Tensor, rows: Tensor, num_rows: int, loss_
     if loss_type == "default":
         return LossTerms(total / count.clamp(min=1), count.clamp(max=1))
     if loss_type == "per_sample_loss":
-        tokens = torch.bincount(rows, minlength=num_rows)
-        sums = torch.zeros(num_rows, device=token_losses.device).index_add(0, rows, token_losses.float())
-        return LossTerms((sums / tokens.clamp(min=1)).sum(), (tokens > 0).sum())
+        samples, sample, tokens = rows.unique(return_inverse=True, return_counts=True)
+        return LossTerms((token_losses.float() / tokens[sample]).sum(), torch.tensor(samples.numel(), device=token_losses.device))
     raise ConfigError(f"loss_type {loss_type!r} is unknown; known: {', '.join(get_args(LossType))}")

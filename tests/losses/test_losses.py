@@ -15,14 +15,14 @@ from tangram.losses.modes import reduce_token_losses
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 
 
-def combine(micro_batches: list[tuple[list[float], list[int], int]], loss_type: str) -> float:
-    terms = [reduce_token_losses(torch.tensor(losses), torch.tensor(rows, dtype=torch.int64), n, loss_type) for losses, rows, n in micro_batches]
+def combine(micro_batches: list[tuple[list[float], list[int]]], loss_type: str) -> float:
+    terms = [reduce_token_losses(torch.tensor(losses), torch.tensor(rows, dtype=torch.int64), loss_type) for losses, rows in micro_batches]
     return float(sum(t.numerator for t in terms) / sum(t.denominator for t in terms))
 
 
 def test_token_mean_and_mean_of_means_of_one_and_three_tokens() -> None:
     """One token of loss 4, then three of loss 1: 7 / 4 = 1.75 over tokens, (4 + 1) / 2 = 2.5 over micro-batches."""
-    micro_batches = [([4.0], [0], 1), ([1.0, 1.0, 1.0], [0, 0, 0], 1)]
+    micro_batches = [([4.0], [0]), ([1.0, 1.0, 1.0], [0, 0, 0])]
     assert combine(micro_batches, "per_token_loss") == 1.75
     assert combine(micro_batches, "default") == 2.5
     assert combine(micro_batches, "per_sample_loss") == 2.5
@@ -30,29 +30,29 @@ def test_token_mean_and_mean_of_means_of_one_and_three_tokens() -> None:
 
 def test_two_ranks_and_two_micro_batches() -> None:
     """Tokens 1, 3, 2, 2 with losses 4, 1, 2, 3: (4 + 3 + 4 + 6) / 8 = 2.125."""
-    micro_batches = [([loss] * n, [0] * n, 1) for n, loss in ((1, 4.0), (3, 1.0), (2, 2.0), (2, 3.0))]
+    micro_batches = [([loss] * n, [0] * n) for n, loss in ((1, 4.0), (3, 1.0), (2, 2.0), (2, 3.0))]
     assert combine(micro_batches, "per_token_loss") == 2.125
 
 
 def test_samples_count_alike_however_they_are_batched() -> None:
     """Samples with means 2, 6 and 1, and one without a label: (2 + 6 + 1) / 3 = 3."""
-    together = [([1.0, 3.0, 6.0, 1.0], [0, 0, 1, 3], 4)]
-    apart = [([1.0, 3.0], [0, 0], 1), ([6.0], [0], 1), ([], [], 1), ([1.0], [0], 1)]
+    together = [([1.0, 3.0, 6.0, 1.0], [0, 0, 1, 3])]
+    apart = [([1.0, 3.0], [0, 0]), ([6.0], [0]), ([], []), ([1.0], [0])]
     assert combine(together, "per_sample_loss") == combine(apart, "per_sample_loss") == 3.0
 
 
 @pytest.mark.parametrize("loss_type", ["default", "per_sample_loss", "per_token_loss"])
 def test_nothing_supervised_is_zero_with_zero_gradient_and_leaves_others_alone(loss_type: str) -> None:
     losses = torch.zeros(0, requires_grad=True)
-    terms = reduce_token_losses(losses, torch.zeros(0, dtype=torch.int64), 2, loss_type)
+    terms = reduce_token_losses(losses, torch.zeros(0, dtype=torch.int64), loss_type)
     assert (terms.numerator.item(), terms.denominator.item()) == (0.0, 0)
     terms.numerator.backward()
-    assert combine([([], [], 2), ([1.0, 2.0, 3.0, 6.0], [0, 0, 0, 0], 1)], loss_type) == 3.0
+    assert combine([([], []), ([1.0, 2.0, 3.0, 6.0], [0, 0, 0, 0])], loss_type) == 3.0
 
 
 def test_unknown_type_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'mean' is unknown; known: default, per_sample_loss, per_token_loss"):
-        reduce_token_losses(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, "mean")
+        reduce_token_losses(torch.zeros(1), torch.zeros(1, dtype=torch.int64), "mean")
 
 
 def _data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -308,11 +308,12 @@ def _assembled_model() -> ChunkBuilder:
 
 
 def _default_forward_step(loss_type: str, device: torch.device, dtype: torch.dtype) -> ForwardStep:
-    from tangram.losses.modes import reduce_losses
+    from tangram.losses.modes import reduce_token_losses
 
     def loss_func(output: Any) -> Any:
         losses = output["loss_dict"]
-        return report_loss(*reduce_losses(loss_type, losses["token_losses"], losses["rows"]))
+        terms = reduce_token_losses(losses["token_losses"], losses["rows"], loss_type)
+        return report_loss(terms.numerator, terms.denominator)
 
     def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         return model(**get_batch(iterator, device, dtype)), loss_func

@@ -1,0 +1,222 @@
+"""One run from its configuration to its last checkpoint; what ``tangram train`` and entry scripts share."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as ProgressBar, TextColumn, TimeRemainingColumn
+
+from tangram.backends.megatron.engine import ChunkBuilder, MegatronEngine
+from tangram.backends.megatron.forward import ForwardStep
+from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
+from tangram.backends.megatron.parallel import shutdown
+from tangram.backends.megatron.settings import DTYPES
+from tangram.checkpoints.dcp_manifest import RunFacts
+from tangram.checkpoints.manager import CheckpointManager
+from tangram.config.preflight import check_run
+from tangram.config.run import RunConfig
+from tangram.config.sources import read_hf_config
+from tangram.config.yaml_config import dump
+from tangram.data.loader import build_loader, global_batch_size
+from tangram.families import get_family
+from tangram.platform import current
+from tangram.training.context import Context, set_context
+from tangram.training.logs import LOGGER, set_up_logging
+from tangram.training.loop import Loop, Outputs, Progress, Steps
+from tangram.training.profiling import StepProfiler
+from tangram.training.records import MetricsFile, StepRecord
+from tangram.training.schedule import LearningRate
+from tangram.training.summary import summary_table
+from tangram.training.weights import put_weights
+
+DatasetsProvider = Callable[[Sequence[int]], tuple[Steps, Callable[[], Steps] | None, Any]]
+"""``provider([train, valid, test] samples) -> (train steps, a function that gives validation steps or None, unused)``."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What an entry script replaces; None: the built-in."""
+
+    build_chunk: ChunkBuilder | None = None
+    forward_step: ForwardStep | None = None
+    datasets: DatasetsProvider | None = None
+
+
+def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Namespace | None = None) -> Progress:
+    """Train in this process, one of ``WORLD_SIZE`` (torchrun) or the only one.
+
+    Raises:
+        TangramError: whatever ``tangram check`` would find, and faults of weights or data found later.
+    """
+    callbacks = callbacks or Callbacks()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    set_up_logging(rank)
+    check_run(run, world_size).raise_errors()
+    if run.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    context = Context(run, args or argparse.Namespace(), current().device(int(os.environ.get("LOCAL_RANK", "0"))), DTYPES[run.training.dtype])
+    set_context(context)
+    try:
+        engine = MegatronEngine(run, build_chunk=callbacks.build_chunk, forward_step=callbacks.forward_step)
+        batch = global_batch_size(run, engine.data_parallel_size)
+        LOGGER.info("%s", summary_table(run, engine.model, engine.table, engine.topology, engine.data_parallel_size, batch))
+        manager = _manager(engine, run, batch)
+        progress = put_weights(engine, manager)
+        context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, engine.data_parallel_size
+        context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
+        steps, valid = (callbacks.datasets or _datasets)([run.training.train_iters * batch, run.training.eval_iters * batch, 0])[:2]
+        return _loop(engine, manager, run, batch, steps, valid, progress)
+    finally:
+        set_context(None)
+        if dist.is_initialized():
+            shutdown()
+
+
+def _loop(
+    engine: MegatronEngine,
+    manager: CheckpointManager,
+    run: RunConfig,
+    batch: int,
+    steps: Steps,
+    valid: Callable[[], Steps] | None,
+    progress: Progress,
+) -> Progress:
+    training, rank = run.training, dist.get_rank()
+    folder = Path(training.save) if training.save else None
+    if folder is not None and rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.yaml").write_text(dump(run), encoding="utf-8")
+    with StepProfiler(run.tools, rank, completed=progress.step) as profiler:
+        reporter = _Reporter(run, progress.step) if rank == dist.get_world_size() - 1 else None
+        loop = Loop(
+            engine=engine,
+            training=training,
+            global_batch_size=batch,
+            steps=steps,
+            save=(lambda step, consumed: manager.save(folder, step, consumed)) if folder is not None else None,
+            valid_steps=valid,
+            outputs=reporter.outputs if reporter else Outputs(),
+            progress=progress,
+            profiler=profiler,
+            after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
+        )
+        try:
+            return loop.run()
+        finally:
+            if reporter is not None:
+                reporter.close()
+
+
+class _Reporter:
+    """Log lines, metrics.jsonl and, on a terminal, a progress bar."""
+
+    def __init__(self, run: RunConfig, resumed_step: int) -> None:
+        training = run.training
+        path = training.metrics_file or (str(Path(training.save, "metrics.jsonl")) if training.save else None)
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: ProgressBar | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("loss {task.fields[loss]}"))
+            self._bar = ProgressBar(*columns, console=self._console)
+            self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
+            self._bar.start()
+        metrics = MetricsFile(Path(path), resumed_step) if path else None
+        self.outputs = Outputs(lines=self._print, metrics=metrics, advance=self._advance if self._bar else None)
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._console.print(line, markup=False)
+        else:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+    def _advance(self, record: StepRecord) -> None:
+        assert self._bar is not None
+        self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _report_memory(rank: int, step: int) -> None:
+    """Megatron's line of memory; a CPU knows only what the process has held."""
+    if current().name == "cpu":
+        text = f"peak resident: {current().peak_memory() / 2**20:.2f}"
+    else:
+        device = getattr(torch, current().name)
+        figures = (device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved(), device.max_memory_reserved())
+        text = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in zip(("allocated", "max allocated", "reserved", "max reserved"), figures, strict=True))
+    sys.stdout.write(f"[Rank {rank}] (after {step} iterations) memory (MB) | {text}\n")
+    sys.stdout.flush()
+
+
+def _datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps] | None, None]:
+    """The run's own data."""
+    from tangram.training.context import get_context
+
+    context = get_context()
+    family = get_family(context.run.model.config.model_id)
+
+    def loader(split: str, consumed: int) -> Steps:
+        return build_loader(context.run, family, context.data_rank, context.data_size, consumed, context.needs_pixels, split)
+
+    has_valid = context.run.data.dataset_param.basic_parameters.val_dataset is not None
+    return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_valid else None, None
+
+
+def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointManager:
+    source = run.model.hf_dir or run.model.load
+    has_config = source is not None and Path(source, "config.json").is_file()
+    facts = RunFacts(
+        family=get_family(run.model.config.model_id).name,
+        topology=engine.topology,
+        data_parallel=engine.data_parallel_size,
+        hf_config=read_hf_config(source) if has_config and source is not None else {},
+        tokenizer_hash=_tokenizer_hash(run),
+        dataset_fingerprint=_dataset_fingerprint(run, batch),
+        seed=run.training.seed,
+        schedule=LearningRate(run.training).facts(),
+    )
+    training = run.training
+    return CheckpointManager(
+        facts,
+        engine.chunks,
+        engine.canonical_shapes,
+        MegatronOptimizerState(engine.optimizer, engine.models),
+        no_save_optim=training.no_save_optim,
+        no_save_rng=training.no_save_rng,
+        no_load_optim=training.no_load_optim,
+        no_load_rng=training.no_load_rng,
+    )
+
+
+def _tokenizer_hash(run: RunConfig) -> str:
+    folder = Path(run.data.dataset_param.preprocess_parameters.model_name_or_path)
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        path = folder / name
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _dataset_fingerprint(run: RunConfig, batch: int) -> str:
+    """Changes when the samples, their order or the global batch do, so that a data position keeps its meaning."""
+    basic = run.data.dataset_param.basic_parameters
+    digest = hashlib.sha256(repr((batch, run.data.dataloader_param.shuffle, run.data.dataloader_param.drop_last, basic.max_samples)).encode())
+    for name in basic.dataset.split(","):
+        path = Path(name.strip())
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return f"sha256:{digest.hexdigest()}"

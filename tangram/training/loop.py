@@ -1,0 +1,179 @@
+"""The one training loop. It knows an engine, a loader of steps and somewhere to save; nothing of a backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tangram.backends.engine import Batch, Engine, ForwardResult
+from tangram.config.run import TrainingConfig
+from tangram.training.logs import LOGGER
+from tangram.training.profiling import StepProfiler
+from tangram.training.records import Counters, MetricsFile, StepRecord, log_line
+from tangram.training.schedule import LearningRate
+from tangram.training.signals import StopRequest
+
+Steps = Iterable[Sequence[Batch]]
+"""This rank's micro-batches of each global batch."""
+Save = Callable[[int, int], object]
+"""``save(step, consumed_samples)``; all ranks call it together."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass
+class Outputs:
+    """Where records go; only the rank that reports has any."""
+
+    lines: Callable[[str], object] | None = None
+    metrics: MetricsFile | None = None
+    advance: Callable[[StepRecord], object] | None = None
+    """Moves a progress bar."""
+
+
+@dataclass
+class _Totals:
+    """What ranks must agree on after a step."""
+
+    stop: bool
+    tokens: int
+    padded_tokens: int
+    samples: int
+
+
+@dataclass
+class Loop:
+    """Runs an engine from ``progress`` to ``training.train_iters``.
+
+    Args:
+        valid_steps: gives a fresh pass over the validation data.
+        after_first_step: called once, when memory has reached its working size.
+    """
+
+    engine: Engine
+    training: TrainingConfig
+    global_batch_size: int
+    steps: Steps
+    save: Save | None = None
+    valid_steps: Callable[[], Steps] | None = None
+    outputs: Outputs = field(default_factory=Outputs)
+    progress: Progress = field(default_factory=Progress)
+    profiler: StepProfiler | None = None
+    after_first_step: Callable[[int], object] | None = None
+
+    def run(self) -> Progress:
+        """Train; returns where the run stopped.
+
+        SIGTERM ends it after the step at hand, with a checkpoint where there is a folder for one.
+        """
+        training, progress = self.training, self.progress
+        rate = LearningRate(training)
+        counters, pending = Counters(), list[StepRecord]()
+        first = saved = progress.step
+        steps = iter(self.steps)
+        with StopRequest() as request:
+            while progress.step < training.train_iters:
+                record, stop = self._step(next(steps), rate(progress.step), request)
+                counters.count(record)
+                pending.append(record)
+                self._report(pending, counters)
+                if self.profiler is not None:
+                    self.profiler.step(progress.step)
+                if progress.step == first + 1 and self.after_first_step is not None:
+                    self.after_first_step(progress.step)
+                if training.eval_interval and progress.step % training.eval_interval == 0:
+                    self._validate()
+                exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
+                if self._due(progress.step) or stop or exits:
+                    saved = self._save(saved)
+                if stop or exits:
+                    LOGGER.info("stopping after step %d: %s", progress.step, "SIGTERM" if stop else f"exit_interval {training.exit_interval}")
+                    break
+            else:
+                self._save(saved)
+        return progress
+
+    def _step(self, micro_batches: Sequence[Batch], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
+        began = time.perf_counter()
+        forward = self.engine.forward_backward(micro_batches)
+        scale = float(getattr(self.engine, "loss_scale", 1.0))
+        result = self.engine.step(lr)
+        totals = self._agree(micro_batches, request.asked)
+        self.progress.step += 1
+        # Samples of a skipped step are consumed too: the order of the data does not depend on what it does to the model.
+        self.progress.consumed_samples += self.global_batch_size
+        record = StepRecord(
+            step=self.progress.step,
+            consumed_samples=self.progress.consumed_samples,
+            loss=forward.loss,
+            supervised_tokens=forward.tokens,
+            tokens=totals.tokens,
+            padded_tokens=totals.padded_tokens,
+            samples=totals.samples,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            step_ms=1000 * (time.perf_counter() - began),
+            loss_scale=scale,
+            skipped=result.skipped,
+        )
+        return record, totals.stop
+
+    def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
+        """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
+        masks = [batch["attention_mask"] for batch in micro_batches]
+        counts = [int(asked), *(sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel, len))]
+        sums = torch.tensor(counts)
+        copies = 1
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+            sums = sums.to(device)
+            dist.all_reduce(sums)
+            copies = dist.get_world_size() // self.engine.data_parallel_size
+        stop, tokens, padded, samples = sums.tolist()
+        return _Totals(stop > 0, tokens // copies, padded // copies, samples // copies)
+
+    def _report(self, pending: list[StepRecord], counters: Counters) -> None:
+        record = pending[-1]
+        if self.outputs.metrics is not None:
+            self.outputs.metrics.write(record)
+        if self.outputs.advance is not None:
+            self.outputs.advance(record)
+        if record.step % self.training.log_interval == 0 or record.step == self.training.train_iters:
+            if self.outputs.lines is not None:
+                line = log_line(pending, self.training.train_iters, counters, show_tokens_per_sample=self.training.log_tps)
+                self.outputs.lines(line)
+            pending.clear()
+
+    def _validate(self) -> None:
+        if self.valid_steps is None:
+            return
+        micro_batches: list[Batch] = []
+        for number, step in enumerate(self.valid_steps()):
+            if number == self.training.eval_iters:
+                break
+            micro_batches += step
+        result: ForwardResult = self.engine.evaluate(micro_batches)
+        if self.outputs.lines is not None:
+            self.outputs.lines(f" validation loss at iteration {self.progress.step}: {result.loss:.6E} | supervised tokens: {result.tokens} |")
+        if self.outputs.metrics is not None:
+            self.outputs.metrics.append({"step": self.progress.step, "valid_loss": result.loss, "valid_tokens": result.tokens})
+
+    def _due(self, step: int) -> bool:
+        return self.training.save_interval is not None and step % self.training.save_interval == 0
+
+    def _save(self, saved: int) -> int:
+        """Save unless this very step has been saved; returns the step of the newest checkpoint."""
+        if self.save is not None and saved != self.progress.step:
+            self.save(self.progress.step, self.progress.consumed_samples)
+            return self.progress.step
+        return saved

@@ -1,0 +1,58 @@
+"""Puts weights into a freshly built engine, from wherever the run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tangram.backends.megatron.engine import MegatronEngine
+from tangram.checkpoints.fresh import initialize
+from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.load_hf import load_hf
+from tangram.checkpoints.manager import CheckpointManager
+from tangram.checkpoints.mp_rank import MMDirectory, load_mm
+from tangram.config.hf_compare import compare_with_hf
+from tangram.config.preflight_files import kind_of_weights
+from tangram.training.logs import LOGGER
+from tangram.training.loop import Progress
+
+
+def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
+    """Fill the engine's parameters, and its optimizer where a training checkpoint is resumed.
+
+    Returns:
+        Where the run starts.
+
+    Raises:
+        ConfigError: model.json differs from the Hugging Face config of the weights.
+        CheckpointError, PlacementError: weights that are missing, left over, damaged or of another model or split.
+    """
+    run = engine.run
+    placements = [local.placement for local in engine.chunks]
+    parameters = [local.parameters for local in engine.chunks]
+    if run.model.hf_dir is not None:
+        compare_with_hf(engine.model, run.model.hf_dir)
+    if run.model.load is None:
+        encoder = engine.model.image_encoder
+        std = {"text": engine.model.text_decoder.init_method_std}
+        if encoder is not None:
+            std["vision"] = encoder.vision_encoder.init_method_std
+        initialize(placements, parameters, run.training.seed, std)  # type: ignore[arg-type]
+        engine.weights_changed()
+        LOGGER.info("weights: random, from seed %d (the same at every split)", run.training.seed)
+        return Progress()
+    kind = kind_of_weights(run.model.load)
+    if kind == "training checkpoint":
+        resumed = manager.load(run.model.load)
+        LOGGER.info("resumed %s at step %d, %d samples consumed", run.model.load, resumed.step, resumed.consumed_samples)
+        return Progress(resumed.step, resumed.consumed_samples)
+    if kind == "Hugging Face directory":
+        compare_with_hf(engine.model, run.model.load)
+        with_hf = HFDirectory(Path(run.model.load))
+        report = load_hf(with_hf, placements, parameters, cast=run.model.cast_weights, shapes=engine.canonical_shapes)
+    else:
+        report = load_mm(
+            MMDirectory(run.model.load), placements, parameters, engine.topology, engine.model, cast=run.model.cast_weights, padded_vocab=run.padded_vocab
+        )
+    engine.weights_changed()
+    LOGGER.info("weights: %s %s: %s", kind, run.model.load, report)
+    return Progress()
