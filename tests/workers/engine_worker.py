@@ -1,17 +1,18 @@
 """Runs the engine on the toy model under torchrun and compares it, in every process, with the same model in plain torch.
 
-Usage: torchrun ... engine_worker.py CASES.json, a list of cases that fit the world size. Any disagreement raises, which fails the launch.
+Usage: torchrun --nproc-per-node N engine_worker.py. Prints "passed NAME" after each case of ``engine_cases`` for N processes; a
+disagreement raises, which ends the launch.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine_cases import CASES
 from toy_vlm import build_toy_chunk, plain_token_losses, toy_batches, toy_run, toy_table, toy_weights
 
 from tangram.backends.megatron.engine import MegatronEngine
@@ -74,9 +75,16 @@ def forward_step(iterator: Any, model: Any) -> Any:
     return model(**get_batch(iterator, torch.device("cpu"), dtype)), loss_func
 
 
+def short_report(iterator: Any, model: Any) -> Any:
+    """A forward step of the older kind, whose loss function returns a pair."""
+    output, loss_func = forward_step(iterator, model)
+    return output, lambda value: loss_func(value)[1:]
+
+
 def make_engine(case: dict[str, Any]) -> MegatronEngine:
     run = toy_run(case.get("tied", True), case.get("freeze"), case["parallel"], **case.get("training", {}))
-    engine = MegatronEngine(run, forward_step=forward_step, build_chunk=build_toy_chunk, table=toy_table(case.get("tied", True)))
+    step = short_report if case.get("report") == "pair" else forward_step
+    engine = MegatronEngine(run, forward_step=step, build_chunk=build_toy_chunk, table=toy_table(case.get("tied", True)))
     weights = toy_weights(case.get("tied", True))
     for _, placement, parameters in engine.chunks:
         for block in placement.blocks:
@@ -162,7 +170,8 @@ def snapshot(engine: MegatronEngine) -> list[torch.Tensor]:
 
 
 def inner_states(engine: MegatronEngine) -> list[dict[str, Any]]:
-    return [dict(state) for optimizer in engine.optimizer.chained_optimizers for state in (optimizer.optimizer.state.values() if optimizer.optimizer else ())]
+    inner = [optimizer.optimizer for optimizer in engine.optimizer.chained_optimizers if optimizer.optimizer is not None]
+    return [dict(state) for optimizer in inner for state in optimizer.state.values()]
 
 
 def skip(case: dict[str, Any]) -> None:
@@ -220,17 +229,30 @@ def refuses(case: dict[str, Any]) -> None:
     raise AssertionError(f"no error where {case['message']!r} was due")
 
 
+def frozen(case: dict[str, Any]) -> None:
+    """With nothing to train, steps still run and change nothing."""
+    engine = make_engine(case)
+    before = snapshot(engine)
+    expected = float(Plain(engine.run, True).loss(toy_batches(MICRO_BATCHES)).detach())
+    close(engine.forward_backward(toy_batches(MICRO_BATCHES)).loss, expected, 2e-6, "loss")
+    assert list(engine.canonical_gradients()) == []
+    outcome = engine.step(1e-2)
+    assert outcome.grad_norm == 0 and not outcome.skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
+
+
 def main() -> None:
-    with open(sys.argv[1]) as file:
-        cases = json.load(file)
-    for case in cases:
-        check = {"train": train, "skip": skip, "precision": precision, "refuses": refuses}[case.get("check", "train")]
+    checks = {"train": train, "skip": skip, "precision": precision, "refuses": refuses, "frozen": frozen}
+    only = os.environ.get("ENGINE_CASE")
+    for name, case in CASES[int(os.environ["WORLD_SIZE"])].items():
+        if only and only not in name:
+            continue
         try:
-            check(case)
+            checks[case.get("check", "train")](case)
         except Exception as error:
-            raise AssertionError(f"case {case}: {error}") from error
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print("passed", json.dumps(case), flush=True)
+            raise AssertionError(f"case {name!r}: {error}") from error
+        if int(os.environ["RANK"]) == 0:
+            print(f"passed {name}", flush=True)
     shutdown()
 
 

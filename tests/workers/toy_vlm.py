@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tangram.config.data import DataConfig
 from tangram.config.model import ModelConfig
-from tangram.config.run import RunConfig
+from tangram.config.run import FeaturesConfig, ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.placement.table import Replicated, Rule, Source, Split, Vocabulary
 from tangram.placement.topology import Chunk, Topology
 
@@ -74,12 +74,13 @@ def toy_run(tied: bool = True, freeze: dict[str, bool] | None = None, parallel: 
 
     The large adam_eps makes an update smooth in the gradient; with a tiny one rounding noise in a near-zero gradient moves a weight by lr.
     """
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.05, "adam_eps": 1e-3, **training}
     return RunConfig.model_construct(
-        parallel=RunConfig.model_fields["parallel"].annotation.model_validate(parallel or {}),
-        model=RunConfig.model_fields["model"].annotation.model_construct(config=toy_config(tied, **(freeze or {})), hf_dir=None, load=None, plugin=[]),
+        parallel=ParallelConfig.model_validate(parallel or {}),
+        model=ModelSource(config=toy_config(tied, **(freeze or {}))),
         data=DataConfig.model_construct(),
-        features=RunConfig.model_fields["features"].annotation(),
-        training=RunConfig.model_fields["training"].annotation.model_validate({"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.05, "adam_eps": 1e-3, **training}),
+        features=FeaturesConfig(),
+        training=TrainingConfig.model_validate(settings),
     )
 
 

@@ -94,7 +94,7 @@ class PipelineCommunicator(P2PCommunicator):
         for position, number in receives:
             yield activation_shape(self._topology, self._model, position, micro_batches[number])
 
-    def _communicate(  # type: ignore[override]
+    def _communicate(
         self,
         *,
         tensor_send_next: Tensor | None,
@@ -107,7 +107,8 @@ class PipelineCommunicator(P2PCommunicator):
         """Move activations down the pipeline and gradients up it, whichever are given or asked for, and wait."""
         assert wait_on_reqs, "overlapped pipeline communication is not offered"
         for sent in (tensor_send_next, tensor_send_prev):
-            assert sent is None or sent.dtype == self.config.pipeline_dtype, f"stage {self._stage} sends {sent.dtype}, not {self.config.pipeline_dtype}"
+            expected = self.config.pipeline_dtype
+            assert sent is None or sent.dtype == expected, f"stage {self._stage} sends {sent.dtype}, not {expected}"
         activation = self._buffer(next(self._forward)) if recv_prev else None
         gradient = self._buffer(next(self._backward)) if recv_next else None
         work = self._exchange(tensor_send_next, self.next_rank, activation, self.prev_rank, self.pp_group)

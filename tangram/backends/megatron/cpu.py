@@ -84,7 +84,7 @@ def _accepts_cpu_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        torch.Tensor.type = _type_as_on_cuda  # type: ignore[method-assign]
+        torch.Tensor.type = _type_as_on_cuda  # type: ignore[method-assign, assignment]
         try:
             return function(*args, **kwargs)
         finally:
@@ -121,12 +121,11 @@ def _instead(replacement: object) -> Callable[[Any], Any]:
 
 
 _CORE = "megatron.core"
-_ALLOCATES = "buffers asked for with device=torch.cuda.current_device()"
 _torch = _TorchOnCpu()
 
 PATCHES: tuple[Patch, ...] = (
-    Patch("torch.cuda", "current_device", _instead(_current_device), f"{_ALLOCATES}: param_and_grad_buffer 783-806, mappings 91-181, rotary_pos_embedding 297"),
-    Patch("torch.cuda", "synchronize", _instead(_synchronize), "timers 152, 165"),
+    Patch("torch.cuda", "current_device", _instead(_current_device), "device= of buffers: param_and_grad_buffer 783-806, mappings 91-181, rotary 297"),
+    Patch("torch.cuda", "synchronize", _instead(_synchronize), "timers 152, 165; core's own P2PCommunicator 242, 398"),
     Patch("torch.cuda", "get_rng_state", _instead(_get_rng_state), "tensor_parallel.random 235, 238"),
     Patch("torch.cuda.random", "get_rng_state", _instead(_get_rng_state), "tensor_parallel.random 55"),
     Patch("torch.cuda", "manual_seed", _instead(_manual_seed), "tensor_parallel.random 237, 422"),

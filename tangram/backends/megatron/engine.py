@@ -134,7 +134,7 @@ class MegatronEngine:
             # The wrappers read these when they are made: sums, not means, over data-parallel ranks; fp32 outputs on the last stage alone.
             config.calculate_per_token_loss = True
             config.virtual_pipeline_model_parallel_size = self.topology.virtual if self.topology.virtual > 1 else None
-            wrapped = module if self.dtype == torch.float32 else Float16Module(config, module)  # type: ignore[arg-type]
+            wrapped = module if self.dtype == torch.float32 else Float16Module(config, module)
             models.append(DistributedDataParallel(config, settings, wrapped, disable_bucketing=number > 0))
         return models
 
@@ -281,7 +281,11 @@ class MegatronEngine:
             gather_gradients(self.models)
             self._gathered = True
         scale = float(self.optimizer.get_loss_scale())
-        return self._canonical(lambda p: p.main_grad / scale if scale != 1 else p.main_grad, trainable_only=True)  # type: ignore[union-attr]
+
+        def gradient(parameter: Any) -> Tensor:
+            return parameter.main_grad / scale if scale != 1 else parameter.main_grad
+
+        return self._canonical(gradient, trainable_only=True)
 
     def _canonical(self, value: Callable[[nn.Parameter], Tensor], trainable_only: bool = False) -> Iterator[CanonicalTensor]:
         for _, placement, parameters in self.chunks:
