@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tangram
-from tangram.cli.guard import guarded
+from tangram.guard import guarded
 from tangram.cli.main import COMMANDS, main
 from tangram.errors import ConfigError
 
@@ -111,7 +111,7 @@ def test_a_fault_that_all_ranks_share_prints_once() -> None:
 
 def test_a_fault_of_one_rank_ends_a_launch_whose_other_rank_waits() -> None:
     code = (
-        "import os, time\nfrom tangram.cli.guard import guarded\nfrom tangram.errors import DataError\n"
+        "import os, time\nfrom tangram.guard import guarded\nfrom tangram.errors import DataError\n"
         "def action():\n    if os.environ['RANK'] == '1':\n        raise DataError('cat.png: no such file')\n    time.sleep(90)\n"
         "guarded('tangram', action)"
     )
@@ -124,7 +124,7 @@ def test_a_fault_of_one_rank_ends_a_launch_whose_other_rank_waits() -> None:
 @pytest.mark.parametrize("kind", ["ValueError", "DataError"])
 def test_a_failed_rank_does_not_wait_for_threads(kind: str) -> None:
     code = (
-        "import threading, time\nfrom tangram.cli.guard import guarded\nfrom tangram.errors import DataError\n"
+        "import threading, time\nfrom tangram.guard import guarded\nfrom tangram.errors import DataError\n"
         f"def action():\n    threading.Thread(target=time.sleep, args=(90,)).start()\n    raise {kind}('lost')\nguarded('tangram', action)"
     )
     ended = subprocess.run(

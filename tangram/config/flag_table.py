@@ -54,6 +54,7 @@ WORKS: dict[str, Works] = {
     "--mm-tool": Works("tools", says="tools.json: profiler and memory recorder"),
     "--plugin": Works("model.plugin", many=True, says="files or folders that register models of your own"),
     "--load": Works("model.load", says="weights: a Hugging Face directory, an mp_rank directory or a training checkpoint; absent: random"),
+    "--cast-weights": Works("model.cast_weights", const=True, says="change the type of loaded weights to --bf16, --fp16 or fp32"),
     "--tensor-model-parallel-size": Works("parallel.tensor_model_parallel_size", int),
     "--pipeline-model-parallel-size": Works("parallel.pipeline_model_parallel_size", int),
     "--virtual-pipeline-model-parallel-size": Works(

@@ -57,6 +57,8 @@ class ModelSource(Section):
     """Hugging Face directory whose config the model was read from or is compared with."""
     load: LocalPath | None = None
     """Weights to start from: a Hugging Face directory, an mp_rank directory or a training checkpoint. None: random, from the seed."""
+    cast_weights: bool = False
+    """Allow the loaded weights' element type to be changed to the run's dtype."""
     plugin: list[LocalPath] = []
     """Python files or folders imported first; they register families and components."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as ProgressBar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 
 from tangram.backends.megatron.engine import ChunkBuilder, MegatronEngine
 from tangram.backends.megatron.forward import ForwardStep
@@ -30,7 +31,7 @@ from tangram.config.yaml_config import dump
 from tangram.data.loader import build_loader, global_batch_size
 from tangram.families import get_family
 from tangram.platform import current
-from tangram.training.context import Context, set_context
+from tangram.training.context import Context, get_context, set_context
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps
 from tangram.training.profiling import StepProfiler
@@ -74,7 +75,7 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
         progress = put_weights(engine, manager)
         context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, engine.data_parallel_size
         context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
-        steps, valid = (callbacks.datasets or _datasets)([run.training.train_iters * batch, run.training.eval_iters * batch, 0])[:2]
+        steps, valid = (callbacks.datasets or default_datasets)([run.training.train_iters * batch, run.training.eval_iters * batch, 0])[:2]
         return _loop(engine, manager, run, batch, steps, valid, progress)
     finally:
         set_context(None)
@@ -161,10 +162,8 @@ def _report_memory(rank: int, step: int) -> None:
     sys.stdout.flush()
 
 
-def _datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps] | None, None]:
-    """The run's own data."""
-    from tangram.training.context import get_context
-
+def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps] | None, None]:
+    """The data that the run's data.json names; it never ends, so the sample counts are not needed."""
     context = get_context()
     family = get_family(context.run.model.config.model_id)
 
@@ -193,7 +192,7 @@ def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointMa
         facts,
         engine.chunks,
         engine.canonical_shapes,
-        MegatronOptimizerState(engine.optimizer, engine.models),
+        MegatronOptimizerState(engine.optimizer, [local.parameters for local in engine.chunks]),
         no_save_optim=training.no_save_optim,
         no_save_rng=training.no_save_rng,
         no_load_optim=training.no_load_optim,

@@ -1,0 +1,52 @@
+"""``tangram train``: train what a run file describes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from tangram.cli.parser import Parser
+from tangram.errors import ConfigError
+
+EPILOG = """\
+examples:
+  tangram train run.yaml                                       as many processes as the split needs, on this machine
+  tangram train run.yaml training.lr=1e-5 --nproc-per-node 8   two copies of a model that is split over four
+  torchrun --nnodes 2 ... -m tangram train run.yaml            several machines
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command to the parser of ``tangram``."""
+    text = "train, at the split and from the weights that a run file names"
+    parser = subparsers.add_parser("train", help=text, description=text, epilog=EPILOG)
+    parser.add_argument("run_file", metavar="RUN.yaml", help="six sections: parallel, data, model, features, training, tools")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="values that replace the file's")
+    parser.add_argument("--nproc-per-node", type=int, default=None, metavar="N", help="processes to start (tensor-parallel x pipeline-parallel size)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the run; train in this process, or in the processes that it needs."""
+    from tangram.config.yaml_config import read_run
+
+    config = read_run(args.run_file, args.overrides)
+    if "RANK" in os.environ:
+        if args.nproc_per_node is not None:
+            raise ConfigError("--nproc-per-node is for a launch without torchrun; remove it")
+        return _train(config)
+    processes = args.nproc_per_node or config.topology().model_parallel_size
+    if processes == 1:
+        return _train(config)
+    from tangram.config.preflight import check_run
+    from tangram.training.launch import launch
+
+    check_run(config, processes).raise_errors()
+    return launch(processes, "tangram", ["train", args.run_file, *args.overrides])
+
+
+def _train(config: Any) -> int:
+    from tangram.training.entry import train
+
+    train(config)
+    return 0
