@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,7 @@ class Tokenizer:
             raise ConfigError(
                 f"{path}: no such file; model_name_or_path must name a folder with tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it)"
             )
-        from tokenizers import Tokenizer as FastTokenizer
-
-        try:
-            return cls(FastTokenizer.from_file(str(path)), str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{path}: not a tokenizer file: {' '.join(str(error).split())}") from None
+        return _read(str(path.resolve()), path.stat().st_mtime_ns)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
@@ -78,9 +74,23 @@ class Tokenizer:
         for token, number in wanted.items():
             if self.id(token) != number:
                 raise ConfigError(f"{self.where}: {token!r} has id {self.id(token)} but model.json expects {number}; take both from one model")
-        highest = max(self._fast.get_vocab(with_added_tokens=True).values())
-        if highest >= vocab_size:
-            raise ConfigError(f"{self.where}: ids reach {highest} but model.json's vocab_size is {vocab_size}; take both from one model")
+        if self._highest_id >= vocab_size:
+            raise ConfigError(f"{self.where}: ids reach {self._highest_id} but model.json's vocab_size is {vocab_size}; take both from one model")
+
+    @cached_property
+    def _highest_id(self) -> int:
+        return max(self._fast.get_vocab(with_added_tokens=True).values())
+
+
+@lru_cache(maxsize=4)
+def _read(path: str, modified: int) -> Tokenizer:
+    """Read a tokenizer file once per process (a second or so for 150,000 tokens); ``modified`` makes a changed file another one."""
+    from tokenizers import Tokenizer as FastTokenizer
+
+    try:
+        return Tokenizer(FastTokenizer.from_file(path), path)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{path}: not a tokenizer file: {' '.join(str(error).split())}") from None
 
 
 def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
