@@ -11,7 +11,7 @@ from tangram.guard import guarded
 from tangram.cli.parser import Parser
 from tangram.errors import ConfigError, suggest
 
-COMMANDS = ("check", "train", "align", "export", "tiny")
+COMMANDS = ("check", "train", "export", "tiny")
 """Modules of this package with ``add_parser(subparsers)`` and ``run(args) -> int``, in the order of the help text."""
 
 
