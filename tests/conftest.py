@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-DEFAULT_TIMEOUT = 120
+DEFAULT_TIMEOUT = 300
 
 
 @contextmanager

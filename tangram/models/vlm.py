@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -66,6 +67,7 @@ class VLMModel(MegatronModule):
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.model, self.chunk, self.tp_group = model, chunk, groups.tp
+        self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = chunk.vp_rank if topology.virtual > 1 else None
         self.pre_process = chunk.position == 0
         self.post_process = chunk.position == len(topology.order) - 1
