@@ -111,13 +111,8 @@ def test_a_fault_that_all_ranks_share_prints_once() -> None:
 
 def test_a_fault_of_one_rank_ends_a_launch_whose_other_rank_waits() -> None:
     code = (
-<<<<<<< HEAD
         "import os, time\nfrom tangram.guard import guarded\nfrom tangram.errors import DataError\n"
-        "def action():\n    if os.environ['RANK'] == '1':\n        raise DataError('cat.png: no such file')\n    time.sleep(90)\n"
-=======
-        "import os, time\nfrom tangram.cli.guard import guarded\nfrom tangram.errors import DataError\n"
         "def action():\n    if os.environ['RANK'] == '1':\n        raise DataError('cat.png: no such file')\n    time.sleep(200)\n"
->>>>>>> scaffold
         "guarded('tangram', action)"
     )
     ended, seconds = launch(code)
