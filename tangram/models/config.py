@@ -81,10 +81,9 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
             num_layers=1,
             hidden_size=section.hidden_size,
             ffn_hidden_size=section.ffn_hidden_size,
-            num_attention_heads=1,
-            num_query_groups=1,
-            # core derives a head width that it then divides by the tensor-parallel size; a projector has no heads.
-            kv_channels=options.tensor_model_parallel_size,
+            # A projector has no heads, but core wants a number of them that divides.
+            num_attention_heads=options.tensor_model_parallel_size,
+            kv_channels=1,
             add_bias_linear=section.add_bias_linear,
             activation_func=find_activation(section.activation_func),
             normalization=section.normalization,
