@@ -108,13 +108,13 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "vision",
             "intermediate_size",
             41,
-            "vision_encoder.intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key",
+            "intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key",
         ),
         (
             "vision",
             "use_vit_dp",
             True,
-            "vision_encoder.use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove the key",
+            "use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove",
         ),
         ("vision", "num_query_groups", 2, "num_query_groups: 2 does not agree with num_attention_heads, which is 4"),
         ("text", "params_dtype", "fp16", "text_decoder.params_dtype: 'fp16' does not agree with the run's dtype, which is 'bf16'"),
@@ -124,7 +124,7 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "text",
             "group_query_attention",
             False,
-            "group_query_attention: false does not agree with num_query_groups < num_attention_heads, which is true",
+            "false does not agree with num_query_groups < num_attention_heads, which is true",
         ),
         ("text", "disable_bias_linear", False, "disable_bias_linear: false does not agree with add_bias_linear, negated, which is true"),
         ("text", "rope_scaling", {"type": "yarn"}, "text_decoder.rope_scaling: {'type': 'yarn'} cannot be had here, only null"),
@@ -152,7 +152,8 @@ def test_unknown_activation_names_the_known_ones(files: Files) -> None:
     with pytest.raises(ConfigError) as error:
         parse_model(files.model, "model.json")
     assert str(error.value) == (
-        "model.json: text_decoder.activation_func: Input should be 'silu', 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got 'quickgelu' (did you mean 'quick_gelu'?)"
+        "model.json: text_decoder.activation_func: Input should be 'silu', 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', "
+        "got 'quickgelu' (did you mean 'quick_gelu'?)"
     )
 
 
