@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tangram.config.public_keys import RunFacts
+from tangram.config.public_keys import RunFacts, keys_markdown
 from tangram.config.sources import parse_data, parse_model, parse_tools, read_data, read_model, read_tools
 from tangram.errors import ConfigError
 from tests.config.conftest import EXAMPLES, Files
@@ -271,3 +271,7 @@ def test_tools_file(tmp_path: Path) -> None:
         parse_tools({"profile": {"static_param": {"aic_metrics_type": "PipeUtilization"}}}, "tools.json", tmp_path)
     with pytest.raises(ConfigError, match="profile.profile_type: 'dynamic' cannot be had here, only 'static'"):
         parse_tools({"profile": {"profile_type": "dynamic"}}, "tools.json", tmp_path)
+
+
+def test_the_page_of_public_keys_is_current() -> None:
+    assert (EXAMPLES.parents[1] / "docs" / "public-keys.md").read_text() == keys_markdown()
