@@ -185,6 +185,15 @@ def test_freezing(files: Files) -> None:
     )
 
 
+def test_freezing_what_is_not_there(files: Files) -> None:
+    from tangram.config.yaml_config import read_run
+
+    files.model["image_encoder"] = None
+    text = "model: {config: model.json}\ndata: {config: data.json}\ntraining: {lr: 1e-3}\nfeatures: {freeze_vision_encoder: false}\n"
+    errors = check_run(read_run(files.run_file(text)), None).errors
+    assert [str(error) for error in errors] == ["features.freeze_vision_encoder has no effect: the model has no image_encoder; remove it"]
+
+
 def test_evaluation(files: Files) -> None:
     flags = ["--eval-interval", "5", "--eval-iters", "2"]
     assert "eval_iters 2 needs basic_parameters.val_dataset of the data config" in fault(files, *flags)
