@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tangram.config.preflight_files import FILE_RULES
-from tangram.config.preflight_rules import RULES, Subject, notes, split_lines
+from tangram.config.preflight_rules import RULES, Rule, Subject, notes, split_lines
 from tangram.config.run import RunConfig
 from tangram.errors import TangramError
 
@@ -58,8 +58,8 @@ def check_run(run: RunConfig, world_size: int | None) -> Report:
     return Report(findings, notes(subject), split_lines(subject.topology))
 
 
-def _apply(name: str, rule: object, subject: Subject) -> Finding:
+def _apply(name: str, rule: Rule, subject: Subject) -> Finding:
     try:
-        return Finding(name, rule(subject))  # type: ignore[operator]
+        return Finding(name, rule(subject))
     except TangramError as error:
         return Finding(name, "", error)

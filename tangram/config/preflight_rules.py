@@ -170,6 +170,10 @@ def schedule(subject: Subject) -> str:
 
 
 def freezing(subject: Subject) -> str:
+    features = subject.run.features
+    for name in ("freeze_vision_encoder", "freeze_vision_projector"):
+        if getattr(features, name) is not None and subject.model.image_encoder is None:
+            raise ConfigError(f"features.{name} has no effect: the model has no image_encoder; remove it")
     parts = {"text_decoder": subject.text.freeze}
     if subject.model.image_encoder is not None:
         parts["vision_encoder"] = subject.model.image_encoder.vision_encoder.freeze

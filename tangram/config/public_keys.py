@@ -253,3 +253,34 @@ def _check(entry: Repeats | Only, part: Raw, value: Any, where: str, facts: RunF
 
 def _json(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, (bool, type(None))) else repr(value)
+
+
+def keys_markdown() -> str:
+    """docs/public-keys.md."""
+    lines = [
+        "# Keys of MindSpeed-MM's files",
+        "",
+        "What happens to a key of a public model.json, data.json or tools.json that is no key here. A key in none of these tables is an unknown key.",
+        "This page is written by `python -m tangram.config.public_keys`.",
+        "",
+    ]
+    for name, table in (("model.json", MODEL), ("data.json", DATA), ("tools.json", TOOLS)):
+        lines += [f"## {name}", "", "| key | taken | because |", "|---|---|---|"]
+        for path, entries in table.items():
+            for key, entry in entries.items():
+                match entry:
+                    case Repeats():
+                        taken, because = "if it agrees", f"it repeats {entry.of}"
+                    case Only():
+                        taken, because = f"as {' or '.join(_json(value) for value in entry.values)}", entry.why
+                    case NoEffect():
+                        taken, because = "no: remove it", entry.why
+                lines.append(f"| `{'.'.join((*path, key))}` | {taken} | {because} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(keys_markdown())

@@ -192,9 +192,7 @@ def test_bad_values_name_the_flag(files: Files) -> None:
         files.run("--lr", "abc")
     with pytest.raises(ConfigError, match=r"flags: --micro-batch-size: Input should be greater than or equal to 1, got 0"):
         files.run("--micro-batch-size", "0")
-    with pytest.raises(
-        ConfigError, match=r"flags: --lr-decay-style: Input should be 'constant', 'linear' or 'cosine', got 'cosin' \(did you mean 'cosine'\?\)"
-    ):
+    with pytest.raises(ConfigError, match=r"flags: --lr-decay-style: Input should be .* got 'cosin' \(did you mean 'cosine'\?\)"):
         files.run("--lr-decay-style", "cosin")
     with pytest.raises(ConfigError, match=r"overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"):
         files.run("--overlap-param-gather")
@@ -206,7 +204,7 @@ def test_bad_values_name_the_flag(files: Files) -> None:
 
 def test_context_parallelism_is_refused_before_anything_is_read(files: Files) -> None:
     with pytest.raises(
-        ConfigError, match="flags: --context-parallel-size: context parallelism is not supported yet by the megatron backend, got size 2; set it to 1"
+        ConfigError, match="flags: --context-parallel-size: context parallelism is not supported yet by the megatron backend, got size 2"
     ):
         files.run("--context-parallel-size", "2")
 
@@ -231,74 +229,18 @@ def test_model_json_may_repeat_the_runs_dtype_only(files: Files) -> None:
         files.run()
 
 
+# fmt: off
 PUBLIC_7B = [
-    "--use-mcore-models",
-    "--tensor-model-parallel-size",
-    "1",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--context-parallel-size",
-    "1",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "192",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "152064",
-    "--seq-length",
-    "1024",
-    "--make-vocab-size-divisible-by",
-    "1",
-    "--normalization",
-    "RMSNorm",
-    "--use-fused-rmsnorm",
-    "--swiglu",
-    "--use-fused-swiglu",
-    "--no-masked-softmax-fusion",
-    "--lr",
-    "1.0e-5",
-    "--lr-decay-style",
-    "cosine",
-    "--weight-decay",
-    "0",
-    "--train-iters",
-    "10000",
-    "--lr-warmup-fraction",
-    "0.1",
-    "--clip-grad",
-    "0.0",
-    "--adam-beta1",
-    "0.9",
-    "--adam-beta2",
-    "0.999",
-    "--seed",
-    "42",
-    "--bf16",
-    "--load",
-    "ckpt",
-    "--use-flash-attn",
-    "--variable-seq-lengths",
-    "--use-distributed-optimizer",
-    "--no-load-optim",
-    "--no-load-rng",
-    "--no-save-optim",
-    "--no-save-rng",
-    "--num-workers",
-    "8",
-    "--distributed-timeout-minutes",
-    "20",
-    "--log-interval",
-    "1",
-    "--save-interval",
-    "10000",
-    "--save",
-    "save_dir",
-    "--log-tps",
-    "--distributed-backend",
-    "nccl",
+    "--use-mcore-models", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2", "--context-parallel-size", "1",
+    "--micro-batch-size", "1", "--global-batch-size", "192", "--tokenizer-type", "NullTokenizer", "--vocab-size", "152064", "--seq-length",
+    "1024", "--make-vocab-size-divisible-by", "1", "--normalization", "RMSNorm", "--use-fused-rmsnorm", "--swiglu", "--use-fused-swiglu",
+    "--no-masked-softmax-fusion", "--lr", "1.0e-5", "--lr-decay-style", "cosine", "--weight-decay", "0", "--train-iters", "10000",
+    "--lr-warmup-fraction", "0.1", "--clip-grad", "0.0", "--adam-beta1", "0.9", "--adam-beta2", "0.999", "--seed", "42", "--bf16", "--load",
+    "ckpt", "--use-flash-attn", "--variable-seq-lengths", "--use-distributed-optimizer", "--no-load-optim", "--no-load-rng", "--no-save-optim",
+    "--no-save-rng", "--num-workers", "8", "--distributed-timeout-minutes", "20", "--log-interval", "1", "--save-interval", "10000", "--save",
+    "save_dir", "--log-tps", "--distributed-backend", "nccl",
 ]
+# fmt: on
 """Flags of the public 7B launch script, less --context-parallel-algo, --ckpt-format torch, --eval-interval and --eval-iters."""
 
 

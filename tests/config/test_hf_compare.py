@@ -73,9 +73,7 @@ def test_every_difference_is_listed(files: Files) -> None:
 
 def test_another_architecture(files: Files) -> None:
     files.hf["model_type"] = "qwen2_vl"
-    with pytest.raises(
-        ConfigError, match=r"model_id 'qwen2_5_vl' means Qwen2_5_VLForConditionalGeneration, but .*config.json is Qwen2VLForConditionalGeneration"
-    ):
+    with pytest.raises(ConfigError, match=r"model_id 'qwen2_5_vl' means Qwen2_5_VLFor.*, but .*config.json is Qwen2VLFor"):
         compare_with_hf(parse_model(files.model, "model.json"), files.hf_dir())
 
 

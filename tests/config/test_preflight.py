@@ -59,7 +59,7 @@ def test_a_good_run_passes_every_rule(files: Files) -> None:
             [4, 0],
             [2, 2, 0],
             PP2,
-            "llm_pp_layers [2, 2, 0] has 3 numbers per row, but pipeline_model_parallel_size is 2; give one number per pipeline stage",
+            "llm_pp_layers [2, 2, 0] has 3 numbers per row, but pipeline_model_parallel_size is 2; give one number per",
         ),
         ([4, 0], [2, 2], [], "vit_pp_layers [4, 0] has 2 numbers per row, but pipeline_model_parallel_size is 1"),
         ([[4, 0], [0, 0]], [[1, 1], [1, 1]], PP2, "has 2 rows, but virtual_pipeline_model_parallel_size is 1; give one row per virtual stage"),
@@ -79,7 +79,8 @@ def test_lists_given_twice_must_agree(files: Files) -> None:
     from tangram.config.yaml_config import read_run
 
     split(files, [4, 0], [1, 3])
-    text = "model: {config: model.json}\ndata: {config: data.json}\ntraining: {lr: 1e-3}\nparallel: {pipeline_model_parallel_size: 2, llm_pp_layers: [[2, 2]]}\n"
+    text = "model: {config: model.json}\ndata: {config: data.json}\ntraining: {lr: 1e-3}\n"
+    text += "parallel: {pipeline_model_parallel_size: 2, llm_pp_layers: [[2, 2]]}\n"
     errors = check_run(read_run(files.run_file(text)), None).errors
     assert str(errors[0]) == (
         "parallel.llm_pp_layers [[2, 2]] and text_decoder.pipeline_num_layers [1, 3] of the model differ; correct one, or give only one of them"
@@ -95,14 +96,14 @@ def test_lists_given_twice_must_agree(files: Files) -> None:
             "text",
             {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8},
             2,
-            "does not divide text_decoder.num_query_groups (key/value heads) 3; use 1",
+            "not divide text_decoder.num_query_groups (key/value heads) 3",
         ),
         ("text", {"ffn_hidden_size": 49}, 2, "does not divide text_decoder.ffn_hidden_size 49; use 1"),
         (
             "vision",
             {"num_attention_heads": 2, "hidden_size": 32},
             4,
-            "text_decoder.num_query_groups (key/value heads) 2, vision_encoder.num_attention_heads 2",
+            "(key/value heads) 2, vision_encoder.num_attention_heads 2",
         ),
         ("vision", {"ffn_hidden_size": 41}, 2, "does not divide vision_encoder.ffn_hidden_size 41; use 1"),
         ("vision", {"num_attention_heads": 1}, 2, "does not divide vision_encoder.num_attention_heads 1; use 1"),
@@ -161,7 +162,7 @@ def test_virtual_stages(files: Files) -> None:
     flags = [*PP2, "--virtual-pipeline-model-parallel-size", "2", "--global-batch-size"]
     message = fault(files, *flags, "6", world=4)
     assert (
-        "multiple of pipeline_model_parallel_size 2, got 3 (global_batch_size 6 / (micro_batch_size 1 x data-parallel size 2)); change global_batch_size"
+        "pipeline_model_parallel_size 2, got 3 (global_batch_size 6 / (micro_batch_size 1 x data-parallel size 2)); change global_batch_size"
         in message
     )
     assert not report(files, *flags, "8", world=4).errors
@@ -182,6 +183,15 @@ def test_freezing(files: Files) -> None:
     assert (
         fault(files) == "text_decoder, vision_encoder, vision_projector: all are frozen, so nothing would be trained; set freeze false in one of them"
     )
+
+
+def test_freezing_what_is_not_there(files: Files) -> None:
+    from tangram.config.yaml_config import read_run
+
+    files.model["image_encoder"] = None
+    text = "model: {config: model.json}\ndata: {config: data.json}\ntraining: {lr: 1e-3}\nfeatures: {freeze_vision_encoder: false}\n"
+    errors = check_run(read_run(files.run_file(text)), None).errors
+    assert [str(error) for error in errors] == ["features.freeze_vision_encoder has no effect: the model has no image_encoder; remove it"]
 
 
 def test_evaluation(files: Files) -> None:
@@ -237,6 +247,68 @@ def test_hugging_face_weights(files: Files) -> None:
     files.hf["rms_norm_eps"] = 1e-6
     files.hf_dir()
     assert "text_decoder.layernorm_epsilon is 1e-05 but 1e-06 in" in fault(files, "--load", str(folder))
+
+
+def mp_rank_directory(files: Files, **changes: Any) -> Path:
+    """An ``mp_rank`` directory converted for TP 1, text layers [1, 3], vision layers [4, 0]."""
+    from tangram.checkpoints.manifest import MANIFEST
+
+    manifest = {
+        "family": "qwen2_5_vl",
+        "tensor_parallel": 1,
+        "pipeline_parallel": 2,
+        "virtual_pipeline": 1,
+        "vit_pp_layers": [[4, 0]],
+        "llm_pp_layers": [[1, 3]],
+        "tied": False,
+        "vocab_size": 320,
+        "padded_vocab": 320,
+        "dtypes": {"float32": 1},
+        "hf_config": {},
+        "source": "sha256:0",
+        **changes,
+    }
+    folder = files.folder / "mm"
+    (folder / "release" / "mp_rank_00_000").mkdir(parents=True, exist_ok=True)
+    (folder / "release" / "mp_rank_00_000" / "model_optim_rng.pt").write_bytes(b"")
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def test_a_directory_converted_for_another_split_names_both(files: Files) -> None:
+    load = ["--load", str(mp_rank_directory(files))]
+    split(files, [4, 0], [1, 3])
+    assert not report(files, *PP2, *load).errors
+    split(files, [4, 0], [2, 2])
+    message = fault(files, *PP2, *load)
+    assert "[[1, 3]]" in message
+    assert "[[2, 2]]" in message
+    mp_rank_directory(files, tied=True)
+    split(files, [4, 0], [1, 3])
+    assert "tied embeddings is True in the converter manifest but False" in fault(files, *PP2, *load)
+
+
+def test_training_checkpoints(files: Files) -> None:
+    folder = files.folder / "save" / "iter_0000005"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"")
+    load = ["--load", str(files.folder / "save")]
+    assert "finished" in fault(files, *load) or "holds no training checkpoint" in fault(files, *load)
+    write_manifest(folder, "qwen2_5_vl")
+    (files.folder / "save" / "latest_checkpointed_iteration.txt").write_text("5")
+    assert not report(files, *load).errors
+    write_manifest(folder, "qwen2_vl")
+    assert "a checkpoint of family 'qwen2_vl', this run trains 'qwen2_5_vl'; load one of its own" in fault(files, *load)
+
+
+def write_manifest(folder: Path, family: str) -> None:
+    from tangram.checkpoints.dcp_manifest import MANIFEST_FILE, Manifest, RunFacts
+
+    from tangram.placement.topology import Topology
+
+    facts = RunFacts(family, Topology(), 1, {}, "t", "d", 1, {})
+    manifest = Manifest.of(facts, step=5, consumed_samples=5, optimizer=True, rng=True, grad_scaler={}, extra={})
+    (folder / MANIFEST_FILE).write_text(manifest.text())
 
 
 def test_tokenizer(files: Files) -> None:
@@ -297,10 +369,12 @@ def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
 
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
 def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(size: str, tmp_path: Path) -> None:
-    fake = tmp_path / "tangram"
-    fake.write_text(
-        f'#!/bin/bash\nexec {sys.executable} -c "import sys; from tangram.cli.check import add_parser, run; import argparse\nsub = argparse.ArgumentParser(); add_parser(sub.add_subparsers()); sys.exit(run(sub.parse_args(sys.argv[1:])))" "$@"\n'
+    code = (
+        "import argparse, sys\nfrom tangram.cli.check import add_parser, run\n"
+        "top = argparse.ArgumentParser()\nadd_parser(top.add_subparsers())\nsys.exit(run(top.parse_args()))\n"
     )
+    fake = tmp_path / "tangram"
+    fake.write_text(f"#!{sys.executable}\n{code}")
     fake.chmod(0o755)
     root = EXAMPLES.parents[1]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "CHECK_ONLY": "1", "COLUMNS": "500"}

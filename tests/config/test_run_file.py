@@ -45,7 +45,7 @@ def test_words_for_numbers_name_the_key(files: Files) -> None:
         (
             "lr: 1.0e-3",
             "lr: 1.0e-3, recompute_granularity: full",
-            "'recompute_granularity' belongs under features: write features.recompute_granularity",
+            "belongs under features: write features.recompute_granularity",
         ),
         ("lr: 1.0e-3", "lr: 1.0e-3, plugin: [a.py]", "training.plugin: 'plugin' belongs under model: write model.plugin"),
         ("backend: megatron", "backend: megatron\nseed: 1", "'seed' belongs under training: write training.seed"),
@@ -54,12 +54,12 @@ def test_words_for_numbers_name_the_key(files: Files) -> None:
         (
             "backend: megatron",
             "parallel: {context_parallel_size: 2}",
-            "context parallelism is not supported yet by the megatron backend, got size 2; set it to 1",
+            "context parallelism is not supported yet by the megatron backend",
         ),
         (
             "backend: megatron",
             "parallel: {tensor_parallel_size: 2}",
-            "unknown key 'parallel.tensor_parallel_size' (did you mean 'tensor_model_parallel_size'?)",
+            "'parallel.tensor_parallel_size' (did you mean 'tensor_model_parallel_size'?)",
         ),
         ("backend: megatron", "features: 3", "features: expected a mapping of keys to values, got 3"),
         ("{config: model.json}", "{}", "model: give config (the path of model.json, or its content) or hf_dir"),
@@ -217,7 +217,8 @@ def test_fixed_keys_refuse_other_values(files: Files) -> None:
 
 def test_a_familys_own_keys_survive_the_dump(files: Files, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from dataclasses import replace\nfrom tangram.config.model import ModelConfig\nfrom tangram.families.base import get_family, register_family\n"
+        "from dataclasses import replace\nfrom tangram.config.model import ModelConfig\n"
+        "from tangram.families.base import get_family, register_family\n"
         "class OwnConfig(ModelConfig):\n    extra_norm: bool = False\n"
         "register_family(replace(get_family('qwen2_5_vl'), name='own_vl', model_ids=(), config_class=OwnConfig))\n"
     )

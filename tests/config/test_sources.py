@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tangram.config.public_keys import RunFacts
+from tangram.config.public_keys import RunFacts, keys_markdown
 from tangram.config.sources import parse_data, parse_model, parse_tools, read_data, read_model, read_tools
 from tangram.errors import ConfigError
 from tests.config.conftest import EXAMPLES, Files
@@ -108,13 +108,13 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "vision",
             "intermediate_size",
             41,
-            "vision_encoder.intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key",
+            "intermediate_size: 41 does not agree with ffn_hidden_size, which is 40; correct it or remove the key",
         ),
         (
             "vision",
             "use_vit_dp",
             True,
-            "vision_encoder.use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove the key",
+            "use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove",
         ),
         ("vision", "num_query_groups", 2, "num_query_groups: 2 does not agree with num_attention_heads, which is 4"),
         ("text", "params_dtype", "fp16", "text_decoder.params_dtype: 'fp16' does not agree with the run's dtype, which is 'bf16'"),
@@ -124,7 +124,7 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "text",
             "group_query_attention",
             False,
-            "group_query_attention: false does not agree with num_query_groups < num_attention_heads, which is true",
+            "false does not agree with num_query_groups < num_attention_heads, which is true",
         ),
         ("text", "disable_bias_linear", False, "disable_bias_linear: false does not agree with add_bias_linear, negated, which is true"),
         ("text", "rope_scaling", {"type": "yarn"}, "text_decoder.rope_scaling: {'type': 'yarn'} cannot be had here, only null"),
@@ -152,7 +152,8 @@ def test_unknown_activation_names_the_known_ones(files: Files) -> None:
     with pytest.raises(ConfigError) as error:
         parse_model(files.model, "model.json")
     assert str(error.value) == (
-        "model.json: text_decoder.activation_func: Input should be 'silu', 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', got 'quickgelu' (did you mean 'quick_gelu'?)"
+        "model.json: text_decoder.activation_func: Input should be 'silu', 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', "
+        "got 'quickgelu' (did you mean 'quick_gelu'?)"
     )
 
 
@@ -270,3 +271,7 @@ def test_tools_file(tmp_path: Path) -> None:
         parse_tools({"profile": {"static_param": {"aic_metrics_type": "PipeUtilization"}}}, "tools.json", tmp_path)
     with pytest.raises(ConfigError, match="profile.profile_type: 'dynamic' cannot be had here, only 'static'"):
         parse_tools({"profile": {"profile_type": "dynamic"}}, "tools.json", tmp_path)
+
+
+def test_the_page_of_public_keys_is_current() -> None:
+    assert (EXAMPLES.parents[1] / "docs" / "public-keys.md").read_text() == keys_markdown()
