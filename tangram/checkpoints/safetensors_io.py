@@ -152,3 +152,4 @@ def write_safetensors(
                     f"{path}: {name} came as {tuple(tensor.shape)} {tensor.dtype}, announced was {infos[name].shape} {infos[name].dtype}"
                 )
             file.write(raw_bytes(tensor))
+            del tensor  # before the next is fetched
