@@ -1,7 +1,7 @@
 """Conversations with images, as JSON: ``{"messages": [{"role": ..., "content": ...}, ...], "images": [...]}``.
 
-Column and tag names come from data.json's ``attr``. Images missing, null or ``[]`` mean text only; a string is one image. Each ``<image>`` in the text
-stands for the next image.
+Column and tag names come from data.json's ``attr``. Images missing, null or ``[]`` mean text only; a string is one image. Each ``<image>`` in
+the text stands for the next image.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ class ConversationDataset:
                 continue
             expected = (attr.user_tag, attr.assistant_tag)[len(messages) % 2]
             if role != expected:
-                raise DataError(f"{where}, message {number}: role {role!r} where {expected!r} must stand; {attr.user_tag!r} and {attr.assistant_tag!r} take turns")
+                raise DataError(
+                    f"{where}, message {number}: role {role!r} where {expected!r} must stand; {attr.user_tag!r} and {attr.assistant_tag!r} take turns"
+                )
             messages.append(Message(roles[role], content))
         if len(messages) < 2 or len(messages) % 2:
             raise DataError(f"{where}: {len(messages)} messages; a conversation ends with an answer of {attr.assistant_tag!r}")

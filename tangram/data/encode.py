@@ -30,6 +30,8 @@ class EncodedSample:
     """Of the images whose tokens stand in ``input_ids``."""
     patches: list[np.ndarray] | None = None
     """Of the same images, ``[t * h * w, C * T * P * P]`` fp32 each; None where pixels are not wanted."""
+    turns_dropped: int = 0
+    """Turns left out because of the cutoff."""
 
 
 class SampleEncoder:
@@ -38,8 +40,8 @@ class SampleEncoder:
     Learnt are what the assistant says and the token that ends its turn. ``mask_history`` learns only the last answer that is kept.
     ``train_on_prompt`` learns every token, the system prompt and the template's own texts included. Media tokens are never learnt.
 
-    A sample longer than ``cutoff`` loses whole turns from its end. If its first turn does not fit, that is an error: neither an answer nor the tokens of
-    an image are ever cut.
+    A sample longer than ``cutoff`` loses whole turns from its end. If its first turn does not fit, that is an error: neither an answer nor the
+    tokens of an image are ever cut.
 
     Args:
         images: None for a model without a vision encoder.
@@ -73,8 +75,6 @@ class SampleEncoder:
         frame = (template.image_token, template.media_start, template.media_end)
         self._image_id, self._start_id, self._end_id = [tokenizer.id(token) for token in frame] if images else [-1, -1, -1]
         self._media_ids = frozenset(tokenizer.id(token) for token in template.media_tokens) if images else frozenset()
-        self.turns_dropped = 0
-        """Turns left out so far because of ``cutoff``."""
 
     def __call__(self, sample: Conversation) -> EncodedSample:
         """Encode one conversation.
@@ -99,7 +99,7 @@ class SampleEncoder:
                         f"{sample.where}: the first turn takes {total} tokens ({sum(map(self._count, grids[:images]))} of images) but the cutoff "
                         f"(seq_length) is {self.cutoff}; raise it, or lower image_max_pixels, or shorten the sample"
                     )
-                self.turns_dropped += len(turns) - number
+                encoded.turns_dropped = len(turns) - number
                 break
             kept_label_start = len(encoded.labels)
             encoded.input_ids += ids
@@ -136,7 +136,8 @@ class SampleEncoder:
                 written = self._media_ids.intersection(tokens)
                 if written:
                     raise DataError(
-                        f"{where}: the text holds the media token {self.tokenizer.decode(sorted(written)[:1])!r} written out; write {IMAGE_PLACEHOLDER} and list the file under images"
+                        f"{where}: the text holds the media token {self.tokenizer.decode(sorted(written)[:1])!r} written out; "
+                        f"write {IMAGE_PLACEHOLDER} and list the file under images"
                     )
                 ids += tokens
                 labels += tokens if piece.answer or self.train_on_prompt else [IGNORE] * len(tokens)

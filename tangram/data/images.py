@@ -49,7 +49,8 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         ValueError: the sides are to each other as more than 200 to 1.
     """
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise ValueError(f"its sides {width} x {height} are to each other as {max(height, width) / min(height, width):.2f} to 1; at most {MAX_ASPECT_RATIO}")
+        ratio = max(height, width) / min(height, width)
+        raise ValueError(f"its sides {width} x {height} are to each other as {ratio:.2f} to 1; at most {MAX_ASPECT_RATIO}")
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns < min_pixels:
         scale = math.sqrt(min_pixels / (height * width))
@@ -112,11 +113,15 @@ class ImageProcessor:
             if value != wanted[key]:
                 raise ConfigError(f"{path}: {key} is {value} but model.json's vision encoder has {wanted[key]}; take both from one model")
         if not len(mean) == len(std) == vision.in_channels == 3:
-            raise ConfigError(f"{path}: image_mean and image_std hold {len(mean)} and {len(std)} numbers, the vision encoder takes {vision.in_channels} channels; 3 each")
+            raise ConfigError(
+                f"{path}: image_mean and image_std hold {len(mean)} and {len(std)} numbers and the vision encoder takes "
+                f"{vision.in_channels} channels; all three must be 3"
+            )
         low, high, cell = preprocess.image_min_pixels, preprocess.image_max_pixels, (vision.patch_size * vision.spatial_merge_size) ** 2
         if high < cell or low > high:
             raise ConfigError(
-                f"preprocess_parameters: image_min_pixels {low}, image_max_pixels {high}: the maximum must be at least {cell} (one merged cell) and the minimum"
+                f"preprocess_parameters: image_min_pixels {low}, image_max_pixels {high}: the maximum must be at least {cell} (one merged cell) "
+                "and at least the minimum"
             )
         return cls(**geometry, min_pixels=low, max_pixels=high, mean=mean, std=std, rescale=rescale, resample=resample)
 

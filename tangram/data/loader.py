@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tangram.config.run import RunConfig
 from tangram.data.collate import Collator, get_collator
@@ -23,6 +23,13 @@ Batch = Mapping[str, Any]
 Places = list[tuple[int, int]]
 
 
+class Reading(NamedTuple):
+    """A micro-batch and what there is to say of how it was made."""
+
+    batch: dict[str, Any]
+    turns_dropped: int
+
+
 class MicroBatchSource:
     """What a worker process holds: ``source[places]`` is the micro-batch of those (epoch, sample id) pairs."""
 
@@ -32,8 +39,16 @@ class MicroBatchSource:
         self.collator = collator
 
     def __getitem__(self, places: Places) -> dict[str, Any]:
+        return self.read(places).batch
+
+    def read(self, places: Places) -> Reading:
+        """The micro-batch of ``places``.
+
+        Raises:
+            DataError: a sample that cannot be used.
+        """
         rows = [self.encoder.blank() if sample == PADDING else self.encoder(self.dataset[sample]) for _, sample in places]
-        return self.collator(rows)
+        return Reading(self.collator(rows), sum(row.turns_dropped for row in rows))
 
 
 class _FaultsAsValues:
@@ -42,9 +57,9 @@ class _FaultsAsValues:
     def __init__(self, source: MicroBatchSource) -> None:
         self.source = source
 
-    def __getitem__(self, places: Places) -> dict[str, Any] | DataError:
+    def __getitem__(self, places: Places) -> Reading | DataError:
         try:
-            return self.source[places]
+            return self.source.read(places)
         except DataError as fault:
             return fault
 
@@ -91,12 +106,15 @@ class StepLoader:
             )
         if consumed % order.global_batch_size:
             raise DataError(
-                f"the run to resume has consumed {consumed} samples, no multiple of global_batch_size {order.global_batch_size}; resume with its global_batch_size"
+                f"the run to resume has consumed {consumed} samples, no multiple of global_batch_size {order.global_batch_size}; "
+                "resume with the global_batch_size it had"
             )
         self.source = source
         self.order = order
         self.consumed = consumed
         """Places consumed by the steps handed out so far, by all ranks: the state to save."""
+        self.turns_dropped = 0
+        """Turns that this rank left out so far because their sample was longer than the cutoff."""
         self.micro_batches_per_step = order.global_batch_size // step
         self._rank, self._size, self._micro = data_parallel_rank, data_parallel_size, micro_batch_size
         self._num_workers, self._prefetch_factor, self._pin_memory, self._start_method = num_workers, prefetch_factor, pin_memory, start_method
@@ -120,14 +138,20 @@ class StepLoader:
             **workers,
         )
         step: list[Batch] = []
-        for batch in loader:
-            if isinstance(batch, DataError):
-                raise batch
-            step.append(batch)
+        for reading in loader:
+            if isinstance(reading, DataError):
+                raise reading
+            self._count(reading)
+            step.append(reading.batch)
             if len(step) == self.micro_batches_per_step:
                 self.consumed += self.order.global_batch_size
                 yield step
                 step = []
+
+    def _count(self, reading: Reading) -> None:
+        if reading.turns_dropped and not self.turns_dropped:
+            logger.warning("samples %s: turns beyond the cutoff are left out; this is said once, and counted", reading.batch["sample_ids"])
+        self.turns_dropped += reading.turns_dropped
 
     def _places(self) -> Iterator[Places]:
         """This rank's micro-batches, as places, from ``consumed`` on."""
@@ -213,7 +237,8 @@ def build_loader(
         order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, drop_last=False, repeat=False)
     images = source.encoder.images
     if images and data_parallel_rank == 0:
-        logger.info("images in force: min_pixels %d, max_pixels %d, patch %d, merge %d", images.min_pixels, images.max_pixels, images.patch_size, images.merge_size)
+        limits = (images.min_pixels, images.max_pixels, images.patch_size, images.merge_size)
+        logger.info("images: min_pixels %d, max_pixels %d, patch_size %d, merge_size %d", *limits)
     return StepLoader(
         source,
         order,

@@ -41,7 +41,8 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
-                f"{path}: no such file; model_name_or_path must name a folder with tokenizer.json (AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it)"
+                f"{path}: no such file; model_name_or_path must name a folder with tokenizer.json "
+                "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it)"
             )
         return _read(str(path.resolve()), path.stat().st_mtime_ns)
 
@@ -62,7 +63,7 @@ class Tokenizer:
         """
         number: int | None = self._fast.token_to_id(token)
         if number is None:
-            raise ConfigError(f"{self.where}: the vocabulary has no token {token!r}; model_name_or_path must hold the tokenizer of the model's family")
+            raise ConfigError(f"{self.where}: the vocabulary has no token {token!r}; model_name_or_path must hold the model's own tokenizer")
         return number
 
     def check_ids(self, wanted: Mapping[str, int], vocab_size: int) -> None:

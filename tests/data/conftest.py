@@ -131,7 +131,14 @@ def write_json(tmp_path: Path) -> Callable[..., str]:
 def make_run(hf_dir: Path, model: ModelConfig, tmp_path: Path) -> Callable[..., RunConfig]:
     """A run over a dataset; keyword arguments go to the section that knows them."""
 
-    def make(dataset: str, *, basic: dict[str, Any] | None = None, loading: dict[str, Any] | None = None, preprocess: dict[str, Any] | None = None, **training: Any) -> RunConfig:
+    def make(
+        dataset: str,
+        *,
+        basic: dict[str, Any] | None = None,
+        loading: dict[str, Any] | None = None,
+        preprocess: dict[str, Any] | None = None,
+        **training: Any,
+    ) -> RunConfig:
         limits = {"image_max_pixels": 84 * 84, "image_min_pixels": 0}
         raw = {
             "model": {"config": model},

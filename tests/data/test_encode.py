@@ -93,7 +93,8 @@ def test_a_placeholder_becomes_one_token_per_merged_cell(encoder: Make, tokenize
     encoded = encoder()(sample("<image>\nWhat?", "Green.", images=(picture,)))
     assert "user\n<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>\nWhat?" in tokenizer.decode(encoded.input_ids)
     assert encoded.grids == [(1, 4, 6)] and encoded.patches is not None and encoded.patches[0].shape == (24, 1176)
-    whole = SYSTEM + "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>\nWhat?<|im_end|>\n<|im_start|>assistant\nGreen.<|im_end|>\n"
+    media = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
+    whole = SYSTEM + "<|im_start|>user\n" + media + "\nWhat?<|im_end|>\n<|im_start|>assistant\nGreen.<|im_end|>\n"
     assert encoded.input_ids == tokenizer.encode(whole)
 
 
@@ -116,16 +117,13 @@ def test_without_pixels_only_the_headers_are_read(encoder: Make, picture: str, p
 
 def test_whole_turns_are_dropped_from_the_end_with_their_images(encoder: Make, tokenizer: Tokenizer, picture: str) -> None:
     chat = sample("<image>Q1", "A1", "<image>Q2", "A2", "Q3", "A3", images=(picture, picture))
-    make = encoder()
-    whole, one_turn = make(chat), make(sample("<image>Q1", "A1", images=(picture,)))
-    assert make.turns_dropped == 0
-    exact = encoder(cutoff=len(whole.input_ids))
-    assert exact(chat) .input_ids == whole.input_ids and exact.turns_dropped == 0
-    cut = encoder(cutoff=len(one_turn.input_ids) + 3)
-    got = cut(chat)
+    whole, one_turn = encoder()(chat), encoder()(sample("<image>Q1", "A1", images=(picture,)))
+    exact = encoder(cutoff=len(whole.input_ids))(chat)
+    assert exact.input_ids == whole.input_ids and exact.turns_dropped == 0
+    got = encoder(cutoff=len(one_turn.input_ids) + 3)(chat)
     assert got.input_ids == one_turn.input_ids and got.labels == one_turn.labels
     assert len(got.grids) == len(got.patches or []) == 1
-    assert cut.turns_dropped == 2
+    assert got.turns_dropped == 2
     masked = encoder(cutoff=len(one_turn.input_ids) + 3, mask_history=True)(chat)
     assert learnt(tokenizer, masked) == "A1<|im_end|>"
 

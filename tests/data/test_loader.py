@@ -121,15 +121,15 @@ def test_resume_continues_where_another_size_stopped(make_run: MakeRun, mixed_da
         build_loader(run, FAMILY, 0, 1, consumed=6)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_change_nothing(make_run: MakeRun, mixed_dataset: str, method: str) -> None:
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_change_nothing(make_run: MakeRun, mixed_dataset: str, method: str, workers: int) -> None:
     run = make_run(mixed_dataset, loading={"shuffle": True}, micro_batch_size=2, global_batch_size=4, seed=3)
     source = build_source(run, FAMILY)
     order = GlobalOrder(len(source.dataset), 4, seed=3, shuffle=True)
     torch.manual_seed(0)
     state = torch.get_rng_state()
     alone = take(StepLoader(source, order, micro_batch_size=2), 3)
-    helped = take(StepLoader(source, order, micro_batch_size=2, num_workers=2, start_method=method), 3)
+    helped = take(StepLoader(source, order, micro_batch_size=2, num_workers=workers, start_method=method), 3)
     assert torch.equal(torch.get_rng_state(), state), "reading data moves no global random state"
     assert all(same(a, b) for x, y in zip(alone, helped, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -180,6 +180,15 @@ def test_the_log_tells_what_is_dropped_and_which_limits_hold(make_run: MakeRun, 
         build_loader(run, FAMILY, 0, 1)
     assert "11 samples, global batch 4: dropped 3 in each epoch" in caplog.text
     assert "min_pixels 784, max_pixels 7840" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_turns_left_out_are_counted_and_told(make_run: MakeRun, record: Any, write_json: Any, caplog: pytest.LogCaptureFixture, workers: int) -> None:
+    path = write_json([record("q", "a", "long " * 60, "b", "c", "d"), record("q", "a")])
+    loader = build_loader(make_run(path, seq_length=40, micro_batch_size=1, global_batch_size=2, num_workers=workers), FAMILY, 0, 1)
+    take(loader, 1)
+    assert loader.turns_dropped == 2
+    assert caplog.text.count("samples [0]: turns beyond the cutoff are left out") == 1
 
 
 def test_check_finds_faults_before_the_run(make_run: MakeRun, mixed_dataset: str, tmp_path: Path, record: Any, write_json: Any) -> None:

@@ -40,7 +40,14 @@ def config(family: str) -> ModelConfig:
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "mlp_ratio": 2, "hidden_act": "quick_gelu"}
     else:
-        vision |= {"hidden_size": 32, "intermediate_size": 64, "window_size": 112, "fullatt_block_indexes": [0], "tokens_per_second": 2, "hidden_act": "silu"}
+        vision |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "window_size": 112,
+            "fullatt_block_indexes": [0],
+            "tokens_per_second": 2,
+            "hidden_act": "silu",
+        }
     return get_family(family).from_hf_config({**text, "vision_config": vision})
 
 

@@ -91,9 +91,7 @@ def _cell_offsets(frames: int, height: int, width: int, step: float, device: tor
     return torch.stack(axes).reshape(3, -1)
 
 
-def _spans(
-    kind: str, is_media: torch.Tensor, grids: torch.Tensor | None, merge: int
-) -> list[tuple[int, int, tuple[int, int, int]]]:
+def _spans(kind: str, is_media: torch.Tensor, grids: torch.Tensor | None, merge: int) -> list[tuple[int, int, tuple[int, int, int]]]:
     """Row, first column and merged grid of every image or video; ``is_media`` is ``[b, s]``.
 
     Raises:
@@ -114,7 +112,8 @@ def _spans(
         if rows[first] != rows[last] or columns[last] - columns[first] != count - 1:
             run = next(n for n in range(1, count) if rows[first + n] != rows[first] or columns[first + n] != columns[first] + n)
             raise DataError(
-                f"{kind} {index} of the micro-batch needs {count} tokens in one run but row {rows[first]} has a run of {run} at column {columns[first]}"
+                f"{kind} {index} of the micro-batch needs {count} tokens in one run but row {rows[first]} has a run of {run} "
+                f"at column {columns[first]}"
             )
         spans.append((rows[first], columns[first], (t, h, w)))
         done += count
