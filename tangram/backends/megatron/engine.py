@@ -66,7 +66,7 @@ class MegatronEngine:
             table: the tensor table; by default that of the family which ``model_id`` names.
 
         Raises:
-            ConfigError: the processes or settings do not fit the topology.
+            ConfigError: the processes or settings do not fit the topology, or everything is frozen.
             PlacementError: the built chunks are not those of the tensor table.
         """
         self.run = run
@@ -141,6 +141,10 @@ class MegatronEngine:
     def _make_optimizer(self) -> MegatronOptimizer:
         from megatron.core.optimizer import get_megatron_optimizer
 
+        trained = torch.tensor(sum(p.requires_grad for local in self.chunks for p in local.parameters.values()), device=self.ranks.device)
+        dist.all_reduce(trained)
+        if not trained:
+            raise ConfigError("nothing to train: every component is frozen; set freeze to false for one in model.json or in features")
         return get_megatron_optimizer(optimizer_config(self.run), self.models, use_gloo_process_groups=False)
 
     def _prepare_schedule(self, first: nn.Parameter | None, last: nn.Parameter | None) -> None:
