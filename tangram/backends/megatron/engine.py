@@ -110,8 +110,6 @@ class MegatronEngine:
 
     def _tied_copies(self, modules: Sequence[nn.Module]) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """The word embedding and its copy in another chunk, as far as this rank holds them; none of untied or same-chunk ones."""
-        from tangram.backends.megatron.gradients import mark_tied
-
         topology = self.topology
         if self.model.text_decoder.untie_embeddings_and_output_weights or topology.text_first_chunk is topology.text_last_chunk:
             return None, None
@@ -120,7 +118,9 @@ class MegatronEngine:
             held[chunk.position].shared_embedding_or_output_weight() if chunk.position in held else None  # type: ignore[operator]
             for chunk in (topology.text_first_chunk, topology.text_last_chunk)
         )
-        mark_tied(first, last)
+        if first is not None:
+            # As mark_parallel does with the copy: both get a bucket of their own, so the distributed optimizer shards them alike.
+            first.shared_embedding = True
         return first, last
 
     def _wrap(self, modules: Sequence[nn.Module]) -> list[Any]:
