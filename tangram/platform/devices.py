@@ -131,7 +131,7 @@ class NpuPlatform:
         if importlib.util.find_spec("torch_npu") is None:
             return False
         import torch
-        import torch_npu  # type: ignore[import-not-found]  # noqa: F401  registers torch.npu
+        import torch_npu  # noqa: F401  registers torch.npu
 
         return bool(torch.npu.is_available())  # type: ignore[attr-defined]
 
@@ -142,7 +142,7 @@ class NpuPlatform:
 
     def use(self, local_rank: int) -> torch.device:
         import torch
-        from torch_npu.contrib import transfer_to_npu  # type: ignore[import-not-found]  # noqa: F401  maps torch.cuda to torch.npu
+        from torch_npu.contrib import transfer_to_npu  # noqa: F401  maps torch.cuda to torch.npu
 
         torch.npu.set_device(local_rank)  # type: ignore[attr-defined]
         return self.device(local_rank)

@@ -26,7 +26,13 @@ CASES: dict[int, dict[str, Case]] = {
         "tied": {"parallel": split()},
         "untied": {"tied": False, "parallel": split()},
         "no clipping": {"training": {"clip_grad": 0}, "parallel": split()},
-        "everything frozen": {"check": "frozen", "freeze": {**FROZEN_VISION, "text": True}, "parallel": split()},
+        "everything frozen": {
+            "check": "refuses",
+            "freeze": {**FROZEN_VISION, "text": True},
+            "error": "ConfigError",
+            "message": "nothing to train: every component is frozen",
+            "parallel": split(),
+        },
         "loss function off contract": {
             "check": "refuses",
             "report": "pair",

@@ -123,9 +123,7 @@ class PipelineCommunicator(P2PCommunicator):
         return torch.empty(shape, dtype=self.config.pipeline_dtype, device=self._device)
 
     @staticmethod
-    def _exchange(
-        send: Tensor | None, receiver: int | None, receive: Tensor | None, sender: int | None, group: dist.ProcessGroup
-    ) -> list[dist.Work]:
+    def _exchange(send: Tensor | None, receiver: int | None, receive: Tensor | None, sender: int | None, group: dist.ProcessGroup) -> list[dist.Work]:
         operations = []
         if send is not None:
             operations.append(dist.P2POp(dist.isend, send.contiguous(), receiver, group))

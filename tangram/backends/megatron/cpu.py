@@ -124,7 +124,9 @@ _CORE = "megatron.core"
 _torch = _TorchOnCpu()
 
 PATCHES: tuple[Patch, ...] = (
-    Patch("torch.cuda", "current_device", _instead(_current_device), "device= of buffers: param_and_grad_buffer 783-806, mappings 91-181, rotary 297"),
+    Patch(
+        "torch.cuda", "current_device", _instead(_current_device), "device= of buffers: param_and_grad_buffer 783-806, mappings 91-181, rotary 297"
+    ),
     Patch("torch.cuda", "synchronize", _instead(_synchronize), "timers 152, 165; core's own P2PCommunicator 242, 398"),
     Patch("torch.cuda", "get_rng_state", _instead(_get_rng_state), "tensor_parallel.random 235, 238"),
     Patch("torch.cuda.random", "get_rng_state", _instead(_get_rng_state), "tensor_parallel.random 55"),

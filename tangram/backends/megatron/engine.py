@@ -66,7 +66,7 @@ class MegatronEngine:
             table: the tensor table; by default that of the family which ``model_id`` names.
 
         Raises:
-            ConfigError: the processes or settings do not fit the topology.
+            ConfigError: the processes or settings do not fit the topology, or everything is frozen.
             PlacementError: the built chunks are not those of the tensor table.
         """
         self.run = run
@@ -110,8 +110,6 @@ class MegatronEngine:
 
     def _tied_copies(self, modules: Sequence[nn.Module]) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """The word embedding and its copy in another chunk, as far as this rank holds them; none of untied or same-chunk ones."""
-        from tangram.backends.megatron.gradients import mark_tied
-
         topology = self.topology
         if self.model.text_decoder.untie_embeddings_and_output_weights or topology.text_first_chunk is topology.text_last_chunk:
             return None, None
@@ -120,7 +118,9 @@ class MegatronEngine:
             held[chunk.position].shared_embedding_or_output_weight() if chunk.position in held else None  # type: ignore[operator]
             for chunk in (topology.text_first_chunk, topology.text_last_chunk)
         )
-        mark_tied(first, last)
+        if first is not None:
+            # As mark_parallel does with the copy: both get a bucket of their own, so the distributed optimizer shards them alike.
+            first.shared_embedding = True
         return first, last
 
     def _wrap(self, modules: Sequence[nn.Module]) -> list[Any]:
@@ -141,6 +141,10 @@ class MegatronEngine:
     def _make_optimizer(self) -> MegatronOptimizer:
         from megatron.core.optimizer import get_megatron_optimizer
 
+        trained = torch.tensor(sum(p.requires_grad for local in self.chunks for p in local.parameters.values()), device=self.ranks.device)
+        dist.all_reduce(trained)
+        if not trained:
+            raise ConfigError("nothing to train: every component is frozen; set freeze to false for one in model.json or in features")
         return get_megatron_optimizer(optimizer_config(self.run), self.models, use_gloo_process_groups=False)
 
     def _prepare_schedule(self, first: nn.Parameter | None, last: nn.Parameter | None) -> None:

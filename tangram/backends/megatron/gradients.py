@@ -12,18 +12,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
 
-def mark_tied(first: nn.Parameter | None, last: nn.Parameter | None) -> None:
-    """Mark the two copies of a tied embedding, of which a rank may hold none, either or both.
-
-    megatron-core leaves the ``shared`` one out of the gradient norm, and shards both alike in the distributed optimizer.
-    """
-    for parameter in (first, last):
-        if parameter is not None:
-            parameter.shared_embedding = True  # type: ignore[attr-defined]
-    if last is not None:
-        last.shared = True  # type: ignore[attr-defined]
-
-
 def make_finalizer(models: Sequence[DistributedDataParallel], first: nn.Parameter | None, last: nn.Parameter | None) -> Callable[..., None]:
     """``finalize_model_grads_func`` for the schedules.
 
