@@ -17,9 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
 from tangram.backends.megatron.cpu import adapt
+from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.dcp_reader import DCPReader
@@ -69,6 +71,7 @@ class Run:
             tensor_model_parallel_size=topology.tensor,
             pipeline_model_parallel_size=topology.pipeline,
             virtual_pipeline_model_parallel_size=topology.virtual if topology.virtual > 1 else None,
+            create_gloo_process_groups=False,  # gloo is the default here
         )
         self.tied, self.dtype, self.zero = tied, dtype, zero
         self.shapes = dcp_toy.shapes(topology, tied)
@@ -96,7 +99,7 @@ class Run:
         self.models = models
         self.adapter = MegatronOptimizerState(self.optimizer, [parameters for _, _, parameters in self.chunks])
         self.facts = RunFacts("qwen2_5_vl", topology, parallel_state.get_data_parallel_world_size(), {}, "tok", "data", 1, {"lr": 0.01})
-        self.manager = CheckpointManager(self.facts, self.chunks, self.shapes, self.adapter, **options)
+        self.manager = CheckpointManager(self.facts, self.chunks, self.shapes, self.adapter, MegatronGenerators(), **options)
 
     def begin(self) -> None:
         """Parameters as step 0 has them."""
@@ -166,6 +169,13 @@ class Run:
             self.check(saved + 1)
 
 
+def draws() -> list[object]:
+    """From every generator: torch, numpy, python, and Megatron's for tensor-parallel regions."""
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(3).tolist()
+    return [inside, torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)]
+
+
 def refuses(action: object, *parts: str) -> None:
     """Every rank gets the same one-line CheckpointError."""
     try:
@@ -210,14 +220,18 @@ def save(folder: Path) -> None:
     assert sorted(path.name for path in (folder / "plain").iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
 
     # random state: restored where the split is the same, drawn numbers go on as they would have
+    model_parallel_cuda_manual_seed(11)
     torch.manual_seed(dist.get_rank())
     np.random.seed(dist.get_rank())
     random.seed(dist.get_rank())
     plain.manager.save(folder / "random", 3, 24)
-    drawn = [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)]
+    drawn = draws()
     plain.round_trip(folder / "random", 3)
     plain.manager.load(folder / "random")
-    assert drawn == [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)]
+    assert draws() == drawn
+    all_drawn: list[object] = [None] * 4
+    dist.all_gather_object(all_drawn, str(drawn))
+    assert len(set(all_drawn)) == 4, "ranks draw different numbers"
 
     zero = Run(dcp_toy.split(2), tied=True, dtype=torch.bfloat16, zero=True)
     zero.begin()
