@@ -61,6 +61,7 @@ def compare_curves(
     micro_batch_size: int = 1,
     dtype: Dtype = "fp32",
     reference: bool = True,
+    plugins: Sequence[str] = (),
 ) -> Curves:
     """Train on one batch for some steps at every split.
 
@@ -72,7 +73,7 @@ def compare_curves(
         TangramError: as ``align``.
     """
     with workplace() as work:
-        subject = open_subject(hf_dir, work)
+        subject = open_subject(hf_dir, work, plugins)
         batch, _ = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         how = {"dtype": dtype, "micro_batch_size": micro_batch_size, "seed": seed, "curve": Curve(steps=steps, lr=lr)}
