@@ -27,6 +27,8 @@ from tangram.config.parsing import read_mapping
 from tangram.errors import CheckpointError, ConfigError
 from tangram.families.base import Family, get_family
 from tangram.families.plugins import load_plugins
+from tangram.placement.proof import prove_table
+from tangram.placement.table import padded_vocabulary
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -128,7 +130,7 @@ def align(
     with workplace() as work:
         subject = open_subject(hf_dir, work, plugins)
         for split in splits:
-            split.topology(subject.model)
+            check_split(subject, split)
         batch, notes = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         tasks = [
@@ -148,6 +150,17 @@ def align(
                 write_batch(batch, dump)
                 write_observation(actual, dump)
         return outcomes
+
+
+def check_split(subject: Subject, split: Split) -> None:
+    """Refuse a split that the model does not allow, before any process starts.
+
+    Raises:
+        ConfigError: layer lists that do not fit.
+        PlacementError: heads, or another size, that tensor parallelism does not divide.
+    """
+    padded = padded_vocabulary(subject.model.text_decoder.vocab_size, split.tensor)
+    prove_table(subject.family.tensor_table(subject.model, padded), split.topology(subject.model))
 
 
 def prepare_batch(subject: Subject, batch_file: Path | None) -> tuple[dict[str, torch.Tensor], list[str]]:
