@@ -12,7 +12,7 @@ from typing import Any
 from tangram.align.batch import write_batch
 from tangram.align.launch import finish, running
 from tangram.align.reference import load_reference, loss_curve
-from tangram.align.run import TORCH_DTYPES, make_task, open_subject, prepare_batch, workplace
+from tangram.align.run import TORCH_DTYPES, check_split, make_task, open_subject, prepare_batch, workplace
 from tangram.align.task import RESULT_FILE, Curve, Dtype, Split
 
 CURVE_TOLERANCE = 1e-6
@@ -61,6 +61,7 @@ def compare_curves(
     micro_batch_size: int = 1,
     dtype: Dtype = "fp32",
     reference: bool = True,
+    plugins: Sequence[str] = (),
 ) -> Curves:
     """Train on one batch for some steps at every split.
 
@@ -72,7 +73,9 @@ def compare_curves(
         TangramError: as ``align``.
     """
     with workplace() as work:
-        subject = open_subject(hf_dir, work)
+        subject = open_subject(hf_dir, work, plugins)
+        for split in splits:
+            check_split(subject, split)
         batch, _ = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         how = {"dtype": dtype, "micro_batch_size": micro_batch_size, "seed": seed, "curve": Curve(steps=steps, lr=lr)}

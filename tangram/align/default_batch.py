@@ -130,7 +130,7 @@ def photo_folder() -> Path:
     # find_spec, not import: scikit-image takes a second to import.
     found = find_spec("skimage")
     if found is None or not found.submodule_search_locations:
-        raise ConfigError("the sample photographs come with scikit-image, which is not installed: pip install scikit-image, or give a batch (--batch)")
+        raise ConfigError("the sample photographs come with scikit-image, which is not installed: pip install scikit-image, or give --batch")
     return Path(found.submodule_search_locations[0]) / "data"
 
 

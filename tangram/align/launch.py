@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,9 +63,10 @@ def finish(process: subprocess.Popen[bytes], tasks: Sequence[Task], work: Path) 
     found = [(task, int(path.stem.removeprefix("fault_")), json.loads(path.read_text(encoding="utf-8"))) for task, path in faults]
     found.sort(key=lambda entry: not entry[2]["mendable"])
     if not found:
-        lines = log_file(work).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "no output"
-        raise WorkerError(f"the split model's processes ended with status {process.returncode}: {last}; see {log_file(work)}")
+        output = log_file(work).read_text(encoding="utf-8", errors="replace")
+        reason = re.search(r"^\w[\w.]*(Error|Exception|Interrupt)\b.*$", output, flags=re.MULTILINE)
+        why = f": {reason.group()}" if reason else ""
+        raise WorkerError(f"the split model's processes ended with status {process.returncode}{why}; see {log_file(work)}")
     task, rank, fault = found[0]
     if fault["mendable"]:
         raise WorkerError(f"split model {task.split}, rank {rank}: {fault['message']}")

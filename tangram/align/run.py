@@ -26,6 +26,9 @@ from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
 from tangram.errors import CheckpointError, ConfigError
 from tangram.families.base import Family, get_family
+from tangram.families.plugins import load_plugins
+from tangram.placement.proof import prove_table
+from tangram.placement.table import padded_vocabulary
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,27 +39,35 @@ class Subject:
 
     Args:
         directory: with weights and a config whose special tokens can be embedded.
+        plugins: what the processes import first.
         replaced: special tokens that stand-ins replaced; see ``tangram.align.standin``.
     """
 
     directory: Path
     family: Family
     model: ModelConfig
+    plugins: tuple[str, ...] = ()
     replaced: dict[str, int] = field(default_factory=dict)
 
 
-def open_subject(hf_dir: Path, work: Path) -> Subject:
+def open_subject(hf_dir: Path, work: Path, plugins: Sequence[str] = ()) -> Subject:
     """Read the config of ``hf_dir``.
+
+    Args:
+        work: folder for a changed copy of the config, where one is needed.
+        plugins: Python files or folders to import first.
 
     Raises:
         CheckpointError: no such directory.
-        ConfigError: its config.json is missing or cannot be represented.
+        ConfigError: its config.json is missing or cannot be represented, or a plug-in cannot be imported.
     """
+    load_plugins(plugins)
     if not hf_dir.is_dir():
         raise CheckpointError(f"{hf_dir}: no such directory; give a Hugging Face model directory, or write a small one with 'tangram tiny'")
     family = get_family(str(read_mapping(hf_dir / "config.json").get("model_type")))
     directory, replaced = runnable_directory(hf_dir, work / "hf")
-    return Subject(directory, family, family.from_hf_config(read_mapping(directory / "config.json")), replaced)
+    model = family.from_hf_config(read_mapping(directory / "config.json"))
+    return Subject(directory, family, model, tuple(str(Path(plugin).resolve()) for plugin in plugins), replaced)
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ def align(
     micro_batch_size: int | None = None,
     dump: Path | None = None,
     tolerance: float | None = None,
+    plugins: Sequence[str] = (),
 ) -> list[Outcome]:
     """Compare the split model with Hugging Face's on one batch.
 
@@ -110,14 +122,15 @@ def align(
         micro_batch_size: rows per micro-batch; None: two micro-batches.
         dump: folder for the batch, and the logits and gradients of the last split.
         tolerance: None: that of ``dtype``, see ``TOLERANCES``.
+        plugins: Python files or folders to import first; they register families and components.
 
     Raises:
         TangramError: the directory, split, or batch cannot be used, or a process failed.
     """
     with workplace() as work:
-        subject = open_subject(hf_dir, work)
+        subject = open_subject(hf_dir, work, plugins)
         for split in splits:
-            split.topology(subject.model)
+            check_split(subject, split)
         batch, notes = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         tasks = [
@@ -137,6 +150,17 @@ def align(
                 write_batch(batch, dump)
                 write_observation(actual, dump)
         return outcomes
+
+
+def check_split(subject: Subject, split: Split) -> None:
+    """Refuse a split that the model does not allow, before any process starts.
+
+    Raises:
+        ConfigError: layer lists that do not fit.
+        PlacementError: heads, or another size, that tensor parallelism does not divide.
+    """
+    padded = padded_vocabulary(subject.model.text_decoder.vocab_size, split.tensor)
+    prove_table(subject.family.tensor_table(subject.model, padded), split.topology(subject.model))
 
 
 def prepare_batch(subject: Subject, batch_file: Path | None) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -168,6 +192,7 @@ def make_task(
         name=str(split),
         hf_dir=str(subject.directory.resolve()),
         model=subject.model,
+        plugins=list(subject.plugins),
         split=split,
         dtype=dtype,
         seed=seed,

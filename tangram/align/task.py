@@ -88,6 +88,8 @@ class Task(Section):
     name: str
     hf_dir: str
     model: ModelConfig
+    plugins: list[str] = []
+    """Python files or folders that register families and components."""
     split: Split
     dtype: Dtype = "fp32"
     seed: int | None = None

@@ -26,7 +26,8 @@ from tangram.checkpoints.fresh import initialize
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.load_hf import load_hf
 from tangram.errors import TangramError
-from tangram.losses.modes import reduce_losses
+from tangram.families.plugins import load_plugins
+from tangram.losses.modes import reduce_token_losses
 from tangram.platform import current
 
 
@@ -52,7 +53,8 @@ class ObservingStep:
     @staticmethod
     def _loss(output: Any) -> Any:
         losses = output["loss_dict"]
-        return report_loss(*reduce_losses("per_token_loss", losses["token_losses"], losses["rows"]))
+        terms = reduce_token_losses(losses["token_losses"], losses["rows"], "per_token_loss")
+        return report_loss(terms.numerator, terms.denominator)
 
     def _keep(self, rows: list[int], logits: torch.Tensor) -> Any:
         assert self.logits is not None
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_task(task: Task, rank: int) -> None:
     """Build the model at the task's split, run the batch, write what this rank found, and leave the process group."""
+    load_plugins(task.plugins)
     run = task.run_config()
     os.environ["WORLD_SIZE"] = str(task.split.processes)
     # Tasks of one launch have process groups of different sizes, so they do not meet at torchrun's own store.

@@ -1,0 +1,139 @@
+"""``tangram align``: prove that a split model is the Hugging Face model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tangram.cli.parser import Parser
+from tangram.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tangram.align.task import Split
+
+EPILOG = """\
+examples:
+  tangram align --hf runs/tiny --tp 2 --pp 2
+  tangram align --hf runs/tiny --pp 2 --vit-pp-layers [2,2] --llm-pp-layers [0,4]
+  tangram align --hf runs/tiny --pp 2 --vpp 2 --dump runs/seen     then look at logits.safetensors and grads.safetensors
+  tangram align --hf runs/tiny --tp 2 --dp 2 --steps 20            compare a training curve instead of one batch
+
+The exit status is 0 if everything lies within the tolerance, else 1.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command to the parser of ``tangram``."""
+    text = "run one batch through transformers and through the split model; compare loss, logits and every gradient"
+    parser = subparsers.add_parser("align", help=text, description=text, epilog=EPILOG)
+    parser.add_argument("--hf", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (1)")
+    parser.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline-parallel size (as --llm-pp-layers says, or 1)")
+    parser.add_argument("--vpp", type=int, default=None, metavar="N", help="virtual stages per pipeline rank (as --llm-pp-layers says, or 1)")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="copies of the model, each with its share of the batch (1)")
+    parser.add_argument("--vit-pp-layers", metavar="LIST", help="vision layers per stage, such as [2,2] or [[2,1],[1,0]] (all on the first)")
+    parser.add_argument("--llm-pp-layers", metavar="LIST", help="text layers per stage (evenly)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of the split model; the reference is fp32 (fp32)")
+    tensors = "input_ids, labels, attention_mask[, pixel_values, image_grid_thw, position_ids]"
+    parser.add_argument("--batch", metavar="FILE", type=Path, help=f"safetensors file with {tensors} (photographs and questions of our own)")
+    parser.add_argument("--micro-batch-size", type=int, default=None, metavar="N", help="rows per micro-batch (half of the batch)")
+    parser.add_argument("--tolerance", type=float, default=None, metavar="X", help="largest relative error (fp32 1e-5, fp16 2e-2, bf16 1e-1)")
+    parser.add_argument("--dump", metavar="DIR", type=Path, help="write batch.safetensors, logits.safetensors, grads.safetensors of the split model")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
+    parser.add_argument("--rows", type=int, default=12, metavar="N", help="gradients in the table, worst first (12)")
+    parser.add_argument("--steps", type=int, default=None, metavar="N", help="train N steps on the batch and compare the losses instead")
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="learning rate of --steps (1e-3)")
+    parser.add_argument("--plugin", action="append", default=[], metavar="PATH", help="Python file or folder to import first; may be repeated")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print, and write what is asked for."""
+    split = read_split(args)
+    for name in ("micro_batch_size", "steps"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if args.steps is None:
+        return _compare_batch(args, split)
+    if args.dump is not None or args.dtype != "fp32":
+        raise ConfigError("--steps compares losses in fp32 and dumps nothing; leave out --dump and --dtype")
+    return _compare_curves(args, split)
+
+
+def _compare_batch(args: argparse.Namespace, split: Split) -> int:
+    from tangram.align.render import render
+    from tangram.align.run import align
+
+    (outcome,) = align(
+        args.hf,
+        [split],
+        dtype=args.dtype,
+        batch_file=args.batch,
+        micro_batch_size=args.micro_batch_size,
+        dump=args.dump,
+        tolerance=args.tolerance,
+        plugins=args.plugin,
+    )
+    for note in outcome.notes:
+        print(note)
+    print(render(outcome.report, f"{args.hf}, {split}, {args.dtype}, against transformers in fp32", limit=args.rows))
+    _write_json(args.json, outcome.as_dict())
+    return 0 if outcome.report.passed else 1
+
+
+def _compare_curves(args: argparse.Namespace, split: Split) -> int:
+    from tangram.align.curves import CURVE_TOLERANCE, compare_curves
+
+    curves = compare_curves(
+        args.hf, [split], args.steps, lr=args.lr, batch_file=args.batch, micro_batch_size=args.micro_batch_size or 1, plugins=args.plugin
+    )
+    tolerance = CURVE_TOLERANCE if args.tolerance is None else args.tolerance
+    for name, losses in curves.losses.items():
+        print(f"{name}: loss {losses[0]:.6f} to {losses[-1]:.6f} in {len(losses)} steps")
+    # NaN is not within a tolerance either.
+    passed = curves.worst <= tolerance
+    print(f"{'passed' if passed else 'FAILED'}: largest relative deviation {curves.worst:.2e}, tolerance {tolerance:g}")
+    _write_json(args.json, {**curves.as_dict(), "passed": passed, "tolerance": tolerance})
+    return 0 if passed else 1
+
+
+def _write_json(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_split(args: argparse.Namespace) -> Split:
+    """The split that the options describe.
+
+    Raises:
+        ConfigError: a list that cannot be read, or sizes below 1.
+    """
+    from tangram.align.task import Split
+    from tangram.config.parsing import parse_section
+    from tangram.placement.topology import layer_grid
+
+    vision, text = read_layers(args.vit_pp_layers, "--vit-pp-layers"), read_layers(args.llm_pp_layers, "--llm-pp-layers")
+    grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
+    sizes = {"tensor": args.tp, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), "data": args.dp}
+    for name, value in (("--pp", args.pp), ("--vpp", args.vpp)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
+    return parse_section(Split, {**sizes, "vit_pp_layers": vision, "llm_pp_layers": text}, "tangram align")
+
+
+def read_layers(text: str | None, option: str) -> list[Any] | None:
+    """A list of layers as users write it: ``[1,3]``, ``1,3`` or ``[[1,1],[1,1]]``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
+    except json.JSONDecodeError:
+        raise ConfigError(f"{option} {text!r} is no list of layers; write [1,3], or [[1,1],[1,1]] with virtual stages") from None
+    return list(value)

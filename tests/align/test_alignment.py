@@ -1,0 +1,142 @@
+"""The split model against transformers: one launch of processes per model, all splits inside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tangram.align.compare import compare
+from tangram.align.curves import REFERENCE, compare_curves
+from tangram.align.launch import WorkerError
+from tangram.align.observation import Observation, read_observation
+from tangram.align.reference import forward_arguments, load_reference, observe
+from tangram.align.run import align, open_subject, prepare_batch
+from tangram.align.task import Split
+from tangram.errors import CheckpointError, ConfigError, PlacementError
+from tangram.families.base import get_family
+from tangram.families.tiny import TinySpec
+
+SPLITS = {
+    "one process": Split(),
+    "tensor": Split(tensor=2),
+    "pipeline": Split(pipeline=2),
+    "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
+    "virtual stages": Split(pipeline=2, virtual=2),
+    "vision over two stages": Split(pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "text from the third stage": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 2, 2]),
+    "copies": Split(tensor=2, data=2, distributed_optimizer=True),
+}
+SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
+"""A vocabulary that does not divide, so that it is padded."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    folders = {tied: tmp_path_factory.mktemp("tiny") / ("tied" if tied else "untied") for tied in (False, True)}
+    for tied, folder in folders.items():
+        get_family("qwen2_5_vl").tiny(folder, 0, tied, SMALL)
+    return folders
+
+
+@pytest.mark.compat
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: dict[bool, Path], tied: bool, tmp_path: Path):
+    outcomes = align(tiny[tied], list(SPLITS.values()), micro_batch_size=1, dump=tmp_path)
+    names = set(load_reference(tiny[tied]).state_dict()) - ({"lm_head.weight"} if tied else set())
+    for name, outcome in zip(SPLITS, outcomes, strict=True):
+        assert outcome.report.passed, f"{name}: {outcome.report.failures}"
+        assert outcome.report.tolerance == 1e-5
+        compared = {row.name: row for row in outcome.report.rows if row.kind == "gradient"}
+        assert compared.keys() == names, name
+        assert all(row.norm > 0 for row in compared.values()), name
+    dumped, batch = read_observation(tmp_path), load_file(tmp_path / "batch.safetensors")
+    assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
+    assert dumped.logits.shape == (*batch["input_ids"].shape, 515) and dumped.gradients.keys() == names
+    _a_wrong_gradient_is_found(dumped, batch["attention_mask"])
+
+
+def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    wrong = {**right.gradients, name: right.gradients[name].roll(1, dims=0)}
+    report = compare(Observation(right.loss, right.logits, wrong), right, mask, 1e-5)
+    assert [row.name for row in report.rows if not row.within(1e-5)] == [name]
+    del wrong[name]
+    assert name in compare(Observation(right.loss, right.logits, wrong), right, mask, 1e-5).failures[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_twenty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers(tiny: dict[bool, Path]):
+    curves = compare_curves(tiny[True], list(SPLITS.values()), steps=20, lr=1e-3)
+    assert curves.against == REFERENCE and len(curves.deviations) == len(SPLITS)
+    assert curves.losses[REFERENCE][-1] < 0.9 * curves.losses[REFERENCE][0]
+    assert curves.worst <= 1e-6, curves.deviations
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_twenty_steps_from_random_weights_do_not_depend_on_the_split(tiny: dict[bool, Path]):
+    curves = compare_curves(tiny[False], list(SPLITS.values()), steps=20, lr=1e-3, seed=7)
+    assert len(curves.deviations) == len(SPLITS) - 1
+    assert curves.worst <= 1e-6, curves.deviations
+
+
+@pytest.mark.compat
+def test_the_reference_uses_the_three_dimensional_positions_it_is_given(tiny: dict[bool, Path], tmp_path: Path):
+    subject = open_subject(tiny[False], tmp_path)
+    batch, _ = prepare_batch(subject, None)
+    model = load_reference(subject.directory)
+    flat = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["position_ids"])
+    right, plain = observe(model, batch), observe(model, {**batch, "position_ids": flat})
+    assert abs(right.loss - plain.loss) > 1e-5
+    own = model.model.get_rope_index
+    arguments = forward_arguments(model, batch)
+    known = {"mm_token_type_ids": arguments["mm_token_type_ids"]} if "mm_token_type_ids" in arguments else {}
+    theirs, _ = own(input_ids=batch["input_ids"], image_grid_thw=batch["image_grid_thw"], attention_mask=batch["attention_mask"], **known)
+    real = batch["attention_mask"].bool().expand_as(theirs)
+    assert torch.equal(batch["position_ids"][real], theirs[real])
+
+
+def test_a_parameter_that_the_batch_does_not_reach_has_a_gradient_of_zeros(tiny: dict[bool, Path], tmp_path: Path):
+    subject = open_subject(tiny[False], tmp_path)
+    batch, _ = prepare_batch(subject, None)
+    text = {name: batch[name][..., 1:2, :20] for name in ("input_ids", "labels", "attention_mask", "position_ids")}
+    text["input_ids"] = text["input_ids"].reshape(1, -1)
+    seen = observe(load_reference(subject.directory), {**text, "labels": text["labels"].reshape(1, -1), "attention_mask": text["attention_mask"].reshape(1, -1)})
+    assert not seen.gradients["model.visual.patch_embed.proj.weight"].any()
+    assert seen.gradients["model.language_model.norm.weight"].any()
+
+
+def test_what_cannot_be_split_is_refused_before_a_process_starts(tiny: dict[bool, Path], tmp_path: Path):
+    with pytest.raises(PlacementError, match=r"number of key/value heads 2 is not divisible by tensor-parallel size 4"):
+        align(tiny[False], [Split(tensor=4)])
+    with pytest.raises(ConfigError, match="sums to 3, but the model has 4 layers"):
+        align(tiny[False], [Split(pipeline=2, llm_pp_layers=[1, 2])])
+    with pytest.raises(CheckpointError, match="no such directory"):
+        align(tmp_path / "nothing", [Split()])
+
+
+@pytest.mark.timeout(120)
+def test_a_fault_in_a_process_comes_back_as_one_line(tiny: dict[bool, Path], tmp_path: Path):
+    for file in tiny[False].iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tiny[False] / "model.safetensors")
+    del weights["visual.merger.ln_q.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((WorkerError, CheckpointError), match=r"^.*(model\.)?visual\.merger\.ln_q\.weight.*$") as fault:
+        align(tmp_path, [Split()])
+    assert "\n" not in str(fault.value)
+
+
+def test_the_report_is_json(tiny: dict[bool, Path]):
+    (outcome,) = align(tiny[False], [Split()], tolerance=0.0)
+    content = json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
+    assert not content["passed"] and content["split"]["tensor"] == 1 and content["batch"]["input_ids"][0] == 4
+    assert "past tolerance 0" in content["failures"][0]
