@@ -171,7 +171,9 @@ class VLMModel(MegatronModule):
         places = input_ids == self.model.img_context_token_id
         wanted, given = int(places.sum()), images.shape[0] if images is not None and has_images else 0
         if wanted != given:
-            raise DataError(f"the micro-batch has {wanted} image placeholder tokens but its images give {given}; the text and the images do not belong together")
+            raise DataError(
+                f"the micro-batch has {wanted} image placeholder tokens but its images give {given}; the text and the images do not belong together"
+            )
         if images is None:
             return embeddings
         # With no place to fill nothing is copied, and the blank image's gradient is exactly zero.
