@@ -255,6 +255,11 @@ class MegatronEngine:
         self._clear_gradients()
         return StepResult(grad_norm=norm, skipped=skipped)
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with before the backward pass; 1 but for fp16."""
+        return float(self.optimizer.get_loss_scale())
+
     def _clear_gradients(self) -> None:
         self._loss, self._gathered = None, False
         self.optimizer.zero_grad()
@@ -284,7 +289,7 @@ class MegatronEngine:
         if not self._gathered:
             gather_gradients(self.models)
             self._gathered = True
-        scale = float(self.optimizer.get_loss_scale())
+        scale = self.loss_scale
 
         def gradient(parameter: Any) -> Tensor:
             return parameter.main_grad / scale if scale != 1 else parameter.main_grad
