@@ -33,7 +33,7 @@ class ImageEncoder(MegatronModule):
         self.section = section
         self.pre_process, self.post_process = chunk.vision_first, chunk.vision_last
         encoder, projector = section.vision_encoder, section.vision_projector
-        self.encoder = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
+        self.encoder: Any = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
         if self.post_process:
             self.projector = find_component(projector)(projector, options, groups)
 
@@ -138,7 +138,7 @@ class VLMModel(MegatronModule):
         Raises:
             DataError: the image placeholders in ``input_ids`` are not as many as the images' tokens.
         """
-        grids: list[Grid] = [tuple(grid) for grid in image_grid_thw.tolist()] if image_grid_thw is not None else []  # type: ignore[misc]
+        grids: list[Grid] = [tuple(grid) for grid in image_grid_thw.tolist()] if image_grid_thw is not None else []
         hidden = self.input_tensor
         if self.image_encoder is not None:
             hidden = self._encode_images(pixel_values, grids, input_ids.device)
