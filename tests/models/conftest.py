@@ -110,6 +110,8 @@ def make_batch(grids: list[tuple[int, int, int]], rows: list[list[int]], left_pa
         input_ids[i, where] = torch.tensor(ids)
         mask[i, where] = 1
     labels = torch.where((mask == 1) & (input_ids < 300) & (input_ids % 3 != 0), input_ids, -100)
+    # What would be predicted from padding on the left is not defined.
+    labels[torch.arange(len(rows)), mask.argmax(dim=1)] = -100
     batch: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
     if grids:
         batch["pixel_values"] = torch.randn(sum(t * h * w for t, h, w in grids), 1176, generator=generator)
