@@ -163,11 +163,12 @@ class ImageProcessor:
                 raise DataError(f"{path}: cannot decode this image ({error}){_of(where)}; replace the file") from None
         _, rows, columns = grid
         pixels = np.asarray(rgb.resize((columns * self.patch_size, rows * self.patch_size), resample=Image.Resampling(self.resample)))
-        normalized = self._table[np.arange(3), pixels]
         patch, merge = self.patch_size, self.merge_size
-        cells = normalized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        frames = np.broadcast_to(cells[:, :, :, :, :, None], (*cells.shape[:5], self.temporal_patch_size, patch, patch))
-        return frames.reshape(rows * columns, -1), grid
+        cells = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        patches = np.empty((*cells.shape[:5], self.temporal_patch_size, patch, patch), dtype=np.float32)
+        for channel, values in enumerate(self._table):
+            patches[:, :, :, :, channel] = values[cells[:, :, :, :, channel]][:, :, :, :, None]
+        return patches.reshape(rows * columns, -1), grid
 
     def _grid_of(self, image: Image.Image, path: str, where: str) -> Grid:
         if image.mode.startswith(DEEP_MODES):
