@@ -15,6 +15,9 @@ INTERRUPTED = 130
 GRACE_SECONDS = 1.0
 """Other ranks than 0 wait this long before they report: a fault that all ranks share ends the launch meanwhile, and prints once."""
 
+before_leaving: list[Callable[[], object]] = []
+"""Called between the report of a fault and the end of a launched process."""
+
 
 def guarded(program: str, action: Callable[[], int]) -> int:
     """Run ``action`` and return the exit status.
@@ -43,5 +46,7 @@ def guarded(program: str, action: Callable[[], int]) -> int:
     if launched:
         sys.stdout.flush()
         sys.stderr.flush()
+        for call in before_leaving:
+            call()
         os._exit(status)
     return status

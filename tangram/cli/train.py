@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from tangram.training.launch import launch
 
     check_run(config, processes).raise_errors()
+    print(f"starting {processes} processes on this machine through torch.distributed.run", flush=True)
     return launch(processes, "tangram", ["train", args.run_file, *args.overrides])
 
 

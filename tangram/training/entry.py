@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from tangram.backends.engine import Batch
 from tangram.backends.megatron.engine import ChunkBuilder, MegatronEngine
 from tangram.backends.megatron.forward import ForwardStep
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
@@ -32,16 +33,20 @@ from tangram.data.loader import build_loader, global_batch_size
 from tangram.families import get_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
+from tangram.training.failure import SharedFailure
 from tangram.training.logs import LOGGER, set_up_logging
-from tangram.training.loop import Loop, Outputs, Progress, Steps
+from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
 from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.schedule import LearningRate
 from tangram.training.summary import summary_table
 from tangram.training.weights import put_weights
 
-DatasetsProvider = Callable[[Sequence[int]], tuple[Steps, Callable[[], Steps] | None, Any]]
-"""``provider([train, valid, test] samples) -> (train steps, a function that gives validation steps or None, unused)``."""
+Data = Iterable[Batch | Sequence[Batch]]
+"""This rank's micro-batches, one by one as Megatron's entries give them, or as lists of those of one step."""
+DatasetsProvider = Callable[[Sequence[int]], tuple[Data, Data | Callable[[], Data] | None, Any]]
+"""``provider([train, valid, test] samples) -> (train data, validation data, unused)``. Validation data is None, something that gives a fresh
+pass when called, or something that is gone on with at each validation."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +74,31 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     set_context(context)
     try:
         engine = MegatronEngine(run, build_chunk=callbacks.build_chunk, forward_step=callbacks.forward_step)
-        batch = global_batch_size(run, engine.data_parallel_size)
-        LOGGER.info("%s", summary_table(run, engine.model, engine.table, engine.topology, engine.data_parallel_size, batch))
-        manager = _manager(engine, run, batch)
-        progress = put_weights(engine, manager)
-        context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, engine.data_parallel_size
-        context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
-        steps, valid = (callbacks.datasets or default_datasets)([run.training.train_iters * batch, run.training.eval_iters * batch, 0])[:2]
-        return _loop(engine, manager, run, batch, steps, valid, progress)
+        with SharedFailure():
+            progress = _train(run, engine, context, callbacks.datasets or default_datasets)
+        shutdown()
+        return progress
+    except Exception:
+        # Leaving the process group can wait for ranks that never come.
+        if world_size == 1 and dist.is_initialized():
+            shutdown()
+        raise
     finally:
         set_context(None)
-        if dist.is_initialized():
-            shutdown()
+
+
+def _train(run: RunConfig, engine: MegatronEngine, context: Context, datasets: DatasetsProvider) -> Progress:
+    training, copies = run.training, engine.data_parallel_size
+    batch = global_batch_size(run, copies)
+    LOGGER.info("%s", summary_table(run, engine.model, engine.table, engine.topology, copies, batch))
+    manager = _manager(engine, run, batch)
+    progress = put_weights(engine, manager)
+    context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
+    context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
+    train_data, valid_data = datasets([training.train_iters * batch, training.eval_iters * batch, 0])[:2]
+    count = batch // (training.micro_batch_size * copies)
+    valid = None if valid_data is None else lambda: steps_of(valid_data() if callable(valid_data) else valid_data, count)
+    return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress)
 
 
 def _loop(
@@ -127,7 +145,8 @@ class _Reporter:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: ProgressBar | None = None
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("loss {task.fields[loss]}"))
+            loss = TextColumn("loss {task.fields[loss]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), loss)
             self._bar = ProgressBar(*columns, console=self._console)
             self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
             self._bar.start()
@@ -156,8 +175,9 @@ def _report_memory(rank: int, step: int) -> None:
         text = f"peak resident: {current().peak_memory() / 2**20:.2f}"
     else:
         device = getattr(torch, current().name)
-        figures = (device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved(), device.max_memory_reserved())
-        text = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in zip(("allocated", "max allocated", "reserved", "max reserved"), figures, strict=True))
+        names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        figures = {name.replace("memory_", "").replace("_", " "): getattr(device, name)() for name in names}
+        text = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in figures.items())
     sys.stdout.write(f"[Rank {rank}] (after {step} iterations) memory (MB) | {text}\n")
     sys.stdout.flush()
 

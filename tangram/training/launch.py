@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
 import psutil
@@ -15,8 +16,8 @@ import psutil
 def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     """Run ``python -m module arguments`` in ``processes`` processes of this machine and wait.
 
-    SIGTERM is handed to the processes themselves: torchrun would count it as its own failure, and kill them half a minute later. Threads are
-    shared out over the processes unless OMP_NUM_THREADS is set.
+    SIGTERM is handed to the processes themselves: torchrun would count it as its own failure, and kill them half a minute later. Ctrl-C
+    reaches all of them from the terminal. Threads are shared out over the processes unless OMP_NUM_THREADS is set.
 
     Returns:
         Exit status of torchrun: 0, or 1 where a process failed.
@@ -27,11 +28,15 @@ def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     child = subprocess.Popen(command, env=environment)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        for process in psutil.Process(child.pid).children():
-            process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):
+            # Before it has started any, torchrun is the one to end.
+            for process in psutil.Process(child.pid).children() or [child]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, hand_on)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, hand_on), signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     try:
         return child.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 
-from tangram.backends.engine import Batch, Engine, ForwardResult
+from tangram.backends.engine import Batch, Engine
 from tangram.config.run import TrainingConfig
+from tangram.errors import DataError
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
-from tangram.training.records import Counters, MetricsFile, StepRecord, log_line
+from tangram.training.records import MetricsFile, StepRecord, log_line
 from tangram.training.schedule import LearningRate
 from tangram.training.signals import StopRequest
 
@@ -21,6 +23,19 @@ Steps = Iterable[Sequence[Batch]]
 """This rank's micro-batches of each global batch."""
 Save = Callable[[int, int], object]
 """``save(step, consumed_samples)``; all ranks call it together."""
+
+
+def steps_of(data: Iterable[Batch | Sequence[Batch]], micro_batches_per_step: int) -> Steps:
+    """Steps from data that gives either steps or single micro-batches. Micro-batches at the end that do not fill a step are left out."""
+    step: list[Batch] = []
+    for item in data:
+        if not isinstance(item, Mapping):
+            yield item
+            continue
+        step.append(item)
+        if len(step) == micro_batches_per_step:
+            yield step
+            step = []
 
 
 @dataclass
@@ -78,21 +93,21 @@ class Loop:
         """
         training, progress = self.training, self.progress
         rate = LearningRate(training)
-        counters, pending = Counters(), list[StepRecord]()
+        pending: list[StepRecord] = []
         first = saved = progress.step
         steps = iter(self.steps)
         with StopRequest() as request:
             while progress.step < training.train_iters:
-                record, stop = self._step(next(steps), rate(progress.step), request)
-                counters.count(record)
+                record, stop = self._step(steps, rate(progress.step), request)
                 pending.append(record)
-                self._report(pending, counters)
+                self._log(pending)
                 if self.profiler is not None:
                     self.profiler.step(progress.step)
                 if progress.step == first + 1 and self.after_first_step is not None:
                     self.after_first_step(progress.step)
                 if training.eval_interval and progress.step % training.eval_interval == 0:
-                    self._validate()
+                    record = replace(record, valid_loss=self._validate())
+                self._keep(record)
                 exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
@@ -103,8 +118,13 @@ class Loop:
                 self._save(saved)
         return progress
 
-    def _step(self, micro_batches: Sequence[Batch], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
+    def _step(self, steps: Iterator[Sequence[Batch]], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
         began = time.perf_counter()
+        micro_batches = next(steps, None)
+        if micro_batches is None:
+            raise DataError(
+                f"the training data ended after step {self.progress.step} of {self.training.train_iters}; give more data or lower train_iters"
+            )
         forward = self.engine.forward_backward(micro_batches)
         scale = self.engine.loss_scale
         result = self.engine.step(lr)
@@ -142,31 +162,34 @@ class Loop:
         stop, tokens, padded, samples = sums.tolist()
         return _Totals(stop > 0, tokens // copies, padded // copies, samples // copies)
 
-    def _report(self, pending: list[StepRecord], counters: Counters) -> None:
-        record = pending[-1]
+    def _log(self, pending: list[StepRecord]) -> None:
+        step = pending[-1].step
+        if step % self.training.log_interval and step != self.training.train_iters:
+            return
+        if self.outputs.lines is not None:
+            self.outputs.lines(log_line(pending, self.training.train_iters, show_tokens_per_sample=self.training.log_tps))
+        pending.clear()
+
+    def _keep(self, record: StepRecord) -> None:
         if self.outputs.metrics is not None:
             self.outputs.metrics.write(record)
         if self.outputs.advance is not None:
             self.outputs.advance(record)
-        if record.step % self.training.log_interval == 0 or record.step == self.training.train_iters:
-            if self.outputs.lines is not None:
-                line = log_line(pending, self.training.train_iters, counters, show_tokens_per_sample=self.training.log_tps)
-                self.outputs.lines(line)
-            pending.clear()
 
-    def _validate(self) -> None:
+    def _validate(self) -> float:
+        """Loss over ``eval_iters`` global batches of the validation data, or all of it if it is shorter; one batch is held at a time."""
         if self.valid_steps is None:
-            return
-        micro_batches: list[Batch] = []
-        for number, step in enumerate(self.valid_steps()):
-            if number == self.training.eval_iters:
-                break
-            micro_batches += step
-        result: ForwardResult = self.engine.evaluate(micro_batches)
+            raise DataError(f"eval_interval {self.training.eval_interval} needs validation data, and there is none; give it, or remove eval_interval")
+        total, weight, tokens = 0.0, 0.0, 0
+        for micro_batches in islice(self.valid_steps(), self.training.eval_iters):
+            result = self.engine.evaluate(micro_batches)
+            total += result.loss * result.weight
+            weight += result.weight
+            tokens += result.tokens
+        loss = total / weight if weight else 0.0
         if self.outputs.lines is not None:
-            self.outputs.lines(f" validation loss at iteration {self.progress.step}: {result.loss:.6E} | supervised tokens: {result.tokens} |")
-        if self.outputs.metrics is not None:
-            self.outputs.metrics.append({"step": self.progress.step, "valid_loss": result.loss, "valid_tokens": result.tokens})
+            self.outputs.lines(f" validation loss at iteration {self.progress.step}: {loss:.6E} | supervised tokens: {tokens} |")
+        return loss
 
     def _due(self, step: int) -> bool:
         return self.training.save_interval is not None and step % self.training.save_interval == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ def pretrain(
     """Read the launch flags and train.
 
     Args:
-        train_valid_test_datasets_provider: sample counts -> steps of this rank's micro-batches, a function that gives validation steps or
-            None, and None. Called once the ranks are known (``get_context()``).
+        train_valid_test_datasets_provider: sample counts -> training data, validation data or None, test data (not used). Data are this
+            rank's micro-batches (``DatasetsProvider``). Called once the ranks are known (``get_context()``).
         model_provider: builds one model chunk.
         model_type: ``ModelType.encoder_or_decoder``, by itself or by name.
         forward_step: ``(iterator over micro-batches, model) -> (output, loss_func)``.
@@ -59,7 +59,7 @@ def pretrain(
         train(flags.run, Callbacks(_builder(model_provider), forward_step, train_valid_test_datasets_provider), flags.namespace)
         return 0
 
-    return guarded(os.path.basename(sys.argv[0]), action)
+    return guarded(Path(sys.argv[0]).name, action)
 
 
 def _builder(model_provider: ModelProvider) -> Callable[[ModelConfig, Chunk, Topology, torch.dtype, int], nn.Module]:

@@ -28,8 +28,11 @@ class StepRecord:
     grad_norm: float
     lr: float
     step_ms: float
+    """From asking for the data to the end of the update, milliseconds."""
     loss_scale: float
     skipped: bool
+    valid_loss: float | None = None
+    """Of the validation that followed the step."""
 
     @property
     def is_nan(self) -> bool:
@@ -40,22 +43,11 @@ class StepRecord:
         return 1000 * self.tokens / self.step_ms if self.step_ms else 0.0
 
 
-@dataclass
-class Counters:
-    """Steps of this run that changed no weight, and those of them whose loss or gradient was not a number."""
+def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per_sample: bool = False) -> str:
+    """The line for the last of ``records``: loss and time are means over all of them, skipped and nan iterations are counted among them.
 
-    skipped: int = 0
-    nan: int = 0
-
-    def count(self, record: StepRecord) -> None:
-        self.skipped += record.skipped
-        self.nan += record.is_nan
-
-
-def log_line(records: Sequence[StepRecord], train_iters: int, counters: Counters, *, show_tokens_per_sample: bool = False) -> str:
-    """The line for the last of ``records``, its loss and time averaged over all of them.
-
-    The form is Megatron's; a value that is not finite is printed like any other.
+    The form is Megatron's, and the counts start anew with each line as there. Unlike there, a loss that is not finite is averaged and
+    printed like any other.
     """
     last, count = records[-1], len(records)
     elapsed = sum(record.step_ms for record in records)
@@ -72,8 +64,8 @@ def log_line(records: Sequence[StepRecord], train_iters: int, counters: Counters
         f"loss: {sum(record.loss for record in records) / count:.6E}",
         f"loss scale: {last.loss_scale:.1f}",
         f"grad norm: {last.grad_norm:.3f}",
-        f"number of skipped iterations: {counters.skipped:3d}",
-        f"number of nan iterations: {counters.nan:3d}",
+        f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
+        f"number of nan iterations: {sum(record.is_nan for record in records):3d}",
         f"tokens/s: {1000 * sum(record.tokens for record in records) / elapsed if elapsed else 0:.1f}",
     ]
     return " " + " | ".join(fields) + " |"
@@ -95,11 +87,10 @@ class MetricsFile:
         temporary.replace(path)
 
     def write(self, record: StepRecord) -> None:
+        """Add one object, in one write, so that readers who follow the file see whole lines. ``valid_loss`` is there after a validation only."""
         row: dict[str, Any] = {**asdict(record), "tokens_per_s": record.tokens_per_s, "nan": record.is_nan}
-        self.append(row)
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Add one object; readers that follow the file see whole lines."""
+        if record.valid_loss is None:
+            del row["valid_loss"]
         plain = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(plain) + "\n")

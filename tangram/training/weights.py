@@ -50,9 +50,8 @@ def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
         with_hf = HFDirectory(Path(run.model.load))
         report = load_hf(with_hf, placements, parameters, cast=run.model.cast_weights, shapes=engine.canonical_shapes)
     else:
-        report = load_mm(
-            MMDirectory(run.model.load), placements, parameters, engine.topology, engine.model, cast=run.model.cast_weights, padded_vocab=run.padded_vocab
-        )
+        directory, cast = MMDirectory(run.model.load), run.model.cast_weights
+        report = load_mm(directory, placements, parameters, engine.topology, engine.model, cast=cast, padded_vocab=run.padded_vocab)
     engine.weights_changed()
     LOGGER.info("weights: %s %s: %s", kind, run.model.load, report)
     return Progress()
