@@ -18,6 +18,8 @@ class ForwardResult:
 
     loss: float
     """By the run's loss type; the mean over what that type averages."""
+    weight: float
+    """How many of what the loss type averages (tokens, samples, micro-batches) the loss is the mean of."""
     tokens: int
     """Positions with a label, over all data-parallel ranks."""
 

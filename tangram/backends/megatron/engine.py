@@ -231,7 +231,7 @@ class MegatronEngine:
         summed = torch.tensor(totals, dtype=current().sum_dtype, device=self.ranks.device)
         dist.all_reduce(summed)
         numerator, denominator, tokens = summed.tolist()
-        return ForwardResult(loss=numerator / denominator if denominator else 0.0, tokens=int(tokens))
+        return ForwardResult(loss=numerator / denominator if denominator else 0.0, weight=denominator, tokens=int(tokens))
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
