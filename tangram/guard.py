@@ -31,10 +31,10 @@ def guarded(program: str, action: Callable[[], int]) -> int:
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(GRACE_SECONDS)
-        print(f"{program}: error: {f'[rank {rank}] ' if rank else ''}{' '.join(str(error).split())}", file=sys.stderr)
+        sys.stderr.write(f"{program}: error: {f'[rank {rank}] ' if rank else ''}{' '.join(str(error).split())}\n")
     except KeyboardInterrupt:
         status = INTERRUPTED
-        print(f"{program}: interrupted", file=sys.stderr)
+        sys.stderr.write(f"{program}: interrupted\n")
     except Exception:
         if not launched:
             raise

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import tangram
-from tangram.guard import guarded
 from tangram.cli.main import COMMANDS, main
 from tangram.errors import ConfigError
+from tangram.guard import guarded
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ def token_types(input_ids: torch.Tensor, image_token_id: int, video_token_id: in
 def forward_arguments(model: torch.nn.Module, batch: Tensors) -> dict[str, Any]:
     """Arguments of ``model.forward`` for a batch. Positions are always ours: from 5.3 on, transformers falls back to plain 1-D positions
     where it gets no ``mm_token_type_ids``."""
-    config = model.config
+    config: Any = model.config
     arguments: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
     arguments.update({name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch})
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:

@@ -47,6 +47,10 @@ class Engine(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with before the backward pass; 1 but for fp16."""
+
     def forward_backward(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Run this rank's micro-batches of one global batch; gradients are final and unclipped afterwards."""
 

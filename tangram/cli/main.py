@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from tangram import __version__
-from tangram.guard import guarded
 from tangram.cli.parser import Parser
 from tangram.errors import ConfigError, suggest
+from tangram.guard import guarded
 
-COMMANDS = ("check", "train", "export", "tiny")
+COMMANDS = ("check", "train", "align", "export", "tiny")
 """Modules of this package with ``add_parser(subparsers)`` and ``run(args) -> int``, in the order of the help text."""
 
 

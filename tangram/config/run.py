@@ -186,7 +186,11 @@ class RunConfig(Section):
         )
 
     def assembled_model(self) -> ModelConfig:
-        """The model config with what ``features`` sets put into its components."""
+        """The model config with what ``features`` sets put into its components.
+
+        Raises:
+            ConfigError: ``features`` freezes a component that the model has not.
+        """
         features, model = self.features, self.model.config
         recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
 
@@ -200,6 +204,8 @@ class RunConfig(Section):
                 "vision_projector": component(model.image_encoder.vision_projector, features.freeze_vision_projector, {}),
             }
             update["image_encoder"] = model.image_encoder.model_copy(update=parts)
+        elif features.freeze_vision_encoder or features.freeze_vision_projector:
+            raise ConfigError("features freezes the vision encoder or projector, but the model has no image_encoder; remove the setting")
         return model.model_copy(update=update)
 
 

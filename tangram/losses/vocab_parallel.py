@@ -38,7 +38,7 @@ class _TokenLosses(torch.autograd.Function):
         return sums[1].log() - sums[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, inside, places = ctx.saved_tensors
         gradient = softmax * grad[:, None]
         gradient.scatter_add_(1, places[:, None], -(grad * inside)[:, None])

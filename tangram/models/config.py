@@ -92,17 +92,20 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
             attention_dropout=0.0,
             **_common(options),
         )
-    text = isinstance(section, TextDecoderConfig)
+    if isinstance(section, TextDecoderConfig):
+        groups, qkv_bias, head_norms = section.num_query_groups, section.add_qkv_bias, section.qk_layernorm
+    else:
+        groups, qkv_bias, head_norms = section.num_attention_heads, section.add_bias_linear, False
     return TransformerConfig(
         num_layers=section.num_layers,
         hidden_size=section.hidden_size,
         ffn_hidden_size=section.ffn_hidden_size,
         num_attention_heads=section.num_attention_heads,
-        num_query_groups=section.num_query_groups if text else section.num_attention_heads,
+        num_query_groups=groups,
         kv_channels=section.head_dim,
         add_bias_linear=section.add_bias_linear,
-        add_qkv_bias=section.add_qkv_bias if text else section.add_bias_linear,
-        qk_layernorm=section.qk_layernorm if text else False,
+        add_qkv_bias=qkv_bias,
+        qk_layernorm=head_norms,
         gated_linear_unit=section.gated_linear_unit,
         activation_func=find_activation(section.activation_func),
         normalization=section.normalization,

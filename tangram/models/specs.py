@@ -19,15 +19,16 @@ from tangram.models.norms import NORMS
 def layer_spec(section: TextDecoderConfig | VisionEncoderConfig) -> ModuleSpec:
     """Norm, self-attention, norm, MLP; causal for a text decoder."""
     norm = NORMS[section.normalization]
-    text = isinstance(section, TextDecoderConfig)
-    head_norm = norm if text and section.qk_layernorm else IdentityOp
+    head_norm, mask = IdentityOp, AttnMaskType.no_mask
+    if isinstance(section, TextDecoderConfig):
+        head_norm, mask = (norm if section.qk_layernorm else IdentityOp), AttnMaskType.causal
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal if text else AttnMaskType.no_mask},
+                params={"attn_mask_type": mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
                     core_attention=SegmentAttention,

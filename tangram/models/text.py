@@ -58,7 +58,7 @@ class TextDecoder(MegatronModule):
             )
         self.decoder = DecoderStack(self.config, find_layer_spec(section), numbers, groups)
         if last:
-            self.decoder.final_layernorm = NORMS[section.normalization](self.config, section.hidden_size, section.layernorm_epsilon)  # type: ignore[assignment]
+            self.decoder.final_layernorm = NORMS[section.normalization](self.config, section.hidden_size, section.layernorm_epsilon)
             self.output_layer = ColumnParallelLinear(
                 section.hidden_size,
                 padded_vocab,

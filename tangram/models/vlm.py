@@ -33,7 +33,7 @@ class ImageEncoder(MegatronModule):
         self.section = section
         self.pre_process, self.post_process = chunk.vision_first, chunk.vision_last
         encoder, projector = section.vision_encoder, section.vision_projector
-        self.encoder = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
+        self.encoder: Any = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
         if self.post_process:
             self.projector = find_component(projector)(projector, options, groups)
 
@@ -138,7 +138,7 @@ class VLMModel(MegatronModule):
         Raises:
             DataError: the image placeholders in ``input_ids`` are not as many as the images' tokens.
         """
-        grids: list[Grid] = [tuple(grid) for grid in image_grid_thw.tolist()] if image_grid_thw is not None else []  # type: ignore[misc]
+        grids: list[Grid] = [tuple(grid) for grid in image_grid_thw.tolist()] if image_grid_thw is not None else []
         hidden = self.input_tensor
         if self.image_encoder is not None:
             hidden = self._encode_images(pixel_values, grids, input_ids.device)
@@ -171,7 +171,9 @@ class VLMModel(MegatronModule):
         places = input_ids == self.model.img_context_token_id
         wanted, given = int(places.sum()), images.shape[0] if images is not None and has_images else 0
         if wanted != given:
-            raise DataError(f"the micro-batch has {wanted} image placeholder tokens but its images give {given}; the text and the images do not belong together")
+            raise DataError(
+                f"the micro-batch has {wanted} image placeholder tokens but its images give {given}; the text and the images do not belong together"
+            )
         if images is None:
             return embeddings
         # With no place to fill nothing is copied, and the blank image's gradient is exactly zero.

@@ -9,29 +9,29 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+import psutil
 
-def launch(processes: int, module: str, arguments: Sequence[str], threads: int | None = None) -> int:
+
+def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     """Run ``python -m module arguments`` in ``processes`` processes of this machine and wait.
 
-    SIGTERM and SIGINT go on to torchrun, which hands them to its processes.
-
-    Args:
-        threads: of each process; None: this machine's cores shared out, unless OMP_NUM_THREADS is set.
+    SIGTERM is handed to the processes themselves: torchrun would count it as its own failure, and kill them half a minute later. Threads are
+    shared out over the processes unless OMP_NUM_THREADS is set.
 
     Returns:
-        Exit status: the first failed process's own, as torchrun tells it, or 0.
+        Exit status of torchrun: 0, or 1 where a process failed.
     """
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(threads or max(1, (os.cpu_count() or 1) // processes)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments]
     child = subprocess.Popen(command, env=environment)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        for process in psutil.Process(child.pid).children():
+            process.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = signal.signal(signal.SIGTERM, hand_on)
     try:
         return child.wait()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)

@@ -106,7 +106,7 @@ class Loop:
     def _step(self, micro_batches: Sequence[Batch], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
         began = time.perf_counter()
         forward = self.engine.forward_backward(micro_batches)
-        scale = float(getattr(self.engine, "loss_scale", 1.0))
+        scale = self.engine.loss_scale
         result = self.engine.step(lr)
         totals = self._agree(micro_batches, request.asked)
         self.progress.step += 1

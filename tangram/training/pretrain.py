@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tangram.backends.megatron.forward import ForwardStep
-from tangram.guard import guarded
 from tangram.config.flags import parse_flags
 from tangram.config.model import ModelConfig
 from tangram.errors import ConfigError
+from tangram.guard import guarded
 from tangram.placement.topology import Chunk, Topology
 from tangram.training.context import building
 from tangram.training.entry import Callbacks, DatasetsProvider, train

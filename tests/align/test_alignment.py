@@ -108,7 +108,8 @@ def test_a_parameter_that_the_batch_does_not_reach_has_a_gradient_of_zeros(tiny:
     batch, _ = prepare_batch(subject, None)
     text = {name: batch[name][..., 1:2, :20] for name in ("input_ids", "labels", "attention_mask", "position_ids")}
     text["input_ids"] = text["input_ids"].reshape(1, -1)
-    seen = observe(load_reference(subject.directory), {**text, "labels": text["labels"].reshape(1, -1), "attention_mask": text["attention_mask"].reshape(1, -1)})
+    text |= {name: text[name].reshape(1, -1) for name in ("labels", "attention_mask")}
+    seen = observe(load_reference(subject.directory), text)
     assert not seen.gradients["model.visual.patch_embed.proj.weight"].any()
     assert seen.gradients["model.language_model.norm.weight"].any()
 

@@ -303,7 +303,6 @@ def test_training_checkpoints(files: Files) -> None:
 
 def write_manifest(folder: Path, family: str) -> None:
     from tangram.checkpoints.dcp_manifest import MANIFEST_FILE, Manifest, RunFacts
-
     from tangram.placement.topology import Topology
 
     facts = RunFacts(family, Topology(), 1, {}, "t", "d", 1, {})

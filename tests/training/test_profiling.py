@@ -70,5 +70,5 @@ def test_memory_of_every_step_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_recording_allocations_needs_cuda() -> None:
-    with pytest.raises(ConfigError, match=r"memory_profile.enable records the CUDA allocator, and there is no CUDA device; use memory_profile.mem_info"):
+    with pytest.raises(ConfigError, match=r"records the CUDA allocator, and there is no CUDA device; use memory_profile.mem_info"):
         StepProfiler(ToolsConfig.model_validate({"memory_profile": {"enable": True}}), 0)

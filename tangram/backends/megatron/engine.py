@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.megatron.forward import ForwardStep, check_report, get_batch, report_loss
 from tangram.backends.megatron.parallel import ParallelRanks, initialize
-from tangram.backends.megatron.settings import DTYPES, ddp_config, effective_model, freeze_arguments, optimizer_config
+from tangram.backends.megatron.settings import DTYPES, ddp_config, freeze_arguments, optimizer_config
 from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -71,7 +71,7 @@ class MegatronEngine:
         """
         self.run = run
         self.topology = run.topology()
-        self.model = effective_model(run)
+        self.model = run.assembled_model()
         self.dtype = DTYPES[run.training.dtype]
         self.ranks: ParallelRanks = initialize(run.parallel, self.topology, run.training.seed)
         self.data_parallel_rank = self.ranks.data_parallel_rank
@@ -255,6 +255,11 @@ class MegatronEngine:
         self._clear_gradients()
         return StepResult(grad_norm=norm, skipped=skipped)
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with before the backward pass; 1 but for fp16."""
+        return float(self.optimizer.get_loss_scale())
+
     def _clear_gradients(self) -> None:
         self._loss, self._gathered = None, False
         self.optimizer.zero_grad()
@@ -284,7 +289,7 @@ class MegatronEngine:
         if not self._gathered:
             gather_gradients(self.models)
             self._gathered = True
-        scale = float(self.optimizer.get_loss_scale())
+        scale = self.loss_scale
 
         def gradient(parameter: Any) -> Tensor:
             return parameter.main_grad / scale if scale != 1 else parameter.main_grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,39 +15,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def effective_model(run: RunConfig) -> ModelConfig:
-    """The model's description with the run's ``features`` in it: freezing per component, recomputation of both transformers.
-
-    Raises:
-        ConfigError: features freeze a component that the model has not.
-    """
-    model, features = run.model.config, run.features
-    recompute = {
-        key: getattr(features, key)
-        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers")
-        if features.recompute_granularity is not None
-    }
-    text = {**recompute, **_given("freeze", features.freeze_text_decoder)}
-    vision = {**recompute, **_given("freeze", features.freeze_vision_encoder)}
-    projector = _given("freeze", features.freeze_vision_projector)
-    update: dict[str, Any] = {"text_decoder": model.text_decoder.model_copy(update=text)}
-    if model.image_encoder is not None:
-        encoder = model.image_encoder
-        update["image_encoder"] = encoder.model_copy(
-            update={
-                "vision_encoder": encoder.vision_encoder.model_copy(update=vision),
-                "vision_projector": encoder.vision_projector.model_copy(update=projector),
-            }
-        )
-    elif features.freeze_vision_encoder or features.freeze_vision_projector:
-        raise ConfigError("features freeze the vision encoder or projector, but the model has no image_encoder; remove the setting")
-    return model.model_copy(update=update)
-
-
-def _given(key: str, value: object) -> dict[str, object]:
-    return {} if value is None else {key: value}
 
 
 def freeze_arguments(model: ModelConfig) -> dict[str, bool]:
