@@ -52,8 +52,8 @@ def records(count: int = SAMPLES) -> list[Record]:
     made = []
     for i in range(count):
         pictures = [[f"{i % PICTURES}.png"], [], [f"{i % PICTURES}.png", f"{(i + 1) % PICTURES}.png"]][i % 4 % 3]
-        question = "<image>" * len(pictures) + f"What is {i}?"
-        made.append({"images": pictures, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": f"{i} " * (1 + i % 5)}]})
+        turns = [("user", "<image>" * len(pictures) + f"What is {i}?"), ("assistant", f"{i} " * (1 + i % 5))]
+        made.append({"images": pictures, "messages": [{"role": role, "content": content} for role, content in turns]})
     return made
 
 

@@ -1,19 +1,24 @@
 """What the server of ``tests.trial`` imports once; its children are forked with all of it in place."""
 
+from __future__ import annotations
+
+import importlib
 import warnings
+
+MODULES = (
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "PIL.Image",
+    "tokenizers",
+    "torch.distributed.checkpoint",
+    "tangram.cli.main",
+    "tangram.models.vlm",
+    "tangram.training.entry",
+    "tangram.training.pretrain",
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import tangram.backends.megatron.cpu
-
-    tangram.backends.megatron.cpu.adapt()
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules
-    import PIL.Image  # noqa: F401
-    import tokenizers  # noqa: F401
-    import torch.distributed.checkpoint
-
-    import tangram.cli.main
-    import tangram.models.vlm
-    import tangram.training.entry
-    import tangram.training.pretrain  # noqa: F401
+    importlib.import_module("tangram.backends.megatron.cpu").adapt()
+    for name in MODULES:
+        importlib.import_module(name)

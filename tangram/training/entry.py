@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,20 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
         LOGGER.info("%s", summary_table(run, engine.model, engine.table, engine.topology, engine.data_parallel_size, batch))
         manager = _manager(engine, run, batch)
         progress = put_weights(engine, manager)
-        context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, engine.data_parallel_size
+        context.consumed_samples = progress.consumed_samples
+        context.data_rank, context.data_size = engine.data_parallel_rank, engine.data_parallel_size
         context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
         steps, valid = (callbacks.datasets or default_datasets)([run.training.train_iters * batch, run.training.eval_iters * batch, 0])[:2]
-        return _loop(engine, manager, run, batch, steps, valid, progress)
+        done = _loop(engine, manager, run, batch, steps, valid, progress)
+    except BaseException:
+        # Other ranks may be in a collective that this one never joins, and leaving the groups in order could wait for them.
+        if world_size == 1 and dist.is_initialized():
+            shutdown()
+        raise
     finally:
         set_context(None)
-        if dist.is_initialized():
-            shutdown()
+    shutdown()
+    return done
 
 
 def _loop(
@@ -104,7 +110,7 @@ def _loop(
             training=training,
             global_batch_size=batch,
             steps=steps,
-            save=(lambda step, consumed: manager.save(folder, step, consumed)) if folder is not None else None,
+            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, asdict(at.counters))) if folder is not None else None,
             valid_steps=valid,
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
@@ -127,7 +133,8 @@ class _Reporter:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: ProgressBar | None = None
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("loss {task.fields[loss]}"))
+            loss = TextColumn("loss {task.fields[loss]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), loss)
             self._bar = ProgressBar(*columns, console=self._console)
             self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
             self._bar.start()
@@ -156,8 +163,8 @@ def _report_memory(rank: int, step: int) -> None:
         text = f"peak resident: {current().peak_memory() / 2**20:.2f}"
     else:
         device = getattr(torch, current().name)
-        figures = (device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved(), device.max_memory_reserved())
-        text = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in zip(("allocated", "max allocated", "reserved", "max reserved"), figures, strict=True))
+        names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        text = " | ".join(f"{name.replace('memory_', '').replace('_', ' ')}: {getattr(device, name)() / 2**20:.2f}" for name in names)
     sys.stdout.write(f"[Rank {rank}] (after {step} iterations) memory (MB) | {text}\n")
     sys.stdout.flush()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from tangram.backends.engine import Batch, Engine, ForwardResult
 from tangram.config.run import TrainingConfig
+from tangram.errors import DataError
+from tangram.platform import current
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
 from tangram.training.records import Counters, MetricsFile, StepRecord, log_line
@@ -19,16 +22,24 @@ from tangram.training.signals import StopRequest
 
 Steps = Iterable[Sequence[Batch]]
 """This rank's micro-batches of each global batch."""
-Save = Callable[[int, int], object]
-"""``save(step, consumed_samples)``; all ranks call it together."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """Where a run stands; what a checkpoint keeps of the loop."""
 
     step: int = 0
     consumed_samples: int = 0
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed weights. The learning rate goes by these, as in Megatron: a skipped step leaves it where it was."""
+        return self.step - self.counters.skipped
+
+
+Save = Callable[[Progress], object]
+"""Writes a checkpoint; all ranks call it together."""
 
 
 @dataclass
@@ -78,22 +89,24 @@ class Loop:
         """
         training, progress = self.training, self.progress
         rate = LearningRate(training)
-        counters, pending = Counters(), list[StepRecord]()
+        pending: list[StepRecord] = []
         first = saved = progress.step
+        if first >= training.train_iters:
+            LOGGER.info("nothing to do: step %d of %d is done", first, training.train_iters)
         steps = iter(self.steps)
         with StopRequest() as request:
             while progress.step < training.train_iters:
-                record, stop = self._step(next(steps), rate(progress.step), request)
-                counters.count(record)
+                record, stop = self._step(steps, rate(progress.updates), request)
+                progress.counters.count(record)
                 pending.append(record)
-                self._report(pending, counters)
+                exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
+                self._report(pending, last=stop or exits or progress.step == training.train_iters)
                 if self.profiler is not None:
                     self.profiler.step(progress.step)
                 if progress.step == first + 1 and self.after_first_step is not None:
                     self.after_first_step(progress.step)
                 if training.eval_interval and progress.step % training.eval_interval == 0:
                     self._validate()
-                exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
                 if stop or exits:
@@ -103,8 +116,15 @@ class Loop:
                 self._save(saved)
         return progress
 
-    def _step(self, micro_batches: Sequence[Batch], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
+    def _step(self, steps: Iterator[Sequence[Batch]], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
+        """One optimizer step; its time includes that spent waiting for data."""
         began = time.perf_counter()
+        micro_batches = next(steps, None)
+        if micro_batches is None:
+            raise DataError(
+                f"the data ended after step {self.progress.step} of {self.training.train_iters}; "
+                "the datasets provider must give a step for each, or lower train_iters"
+            )
         forward = self.engine.forward_backward(micro_batches)
         scale = self.engine.loss_scale
         result = self.engine.step(lr)
@@ -135,23 +155,22 @@ class Loop:
         sums = torch.tensor(counts)
         copies = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
-            device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-            sums = sums.to(device)
+            sums = sums.to("cpu" if dist.get_backend() == "gloo" else current().device(int(os.environ.get("LOCAL_RANK", "0"))))
             dist.all_reduce(sums)
             copies = dist.get_world_size() // self.engine.data_parallel_size
         stop, tokens, padded, samples = sums.tolist()
         return _Totals(stop > 0, tokens // copies, padded // copies, samples // copies)
 
-    def _report(self, pending: list[StepRecord], counters: Counters) -> None:
+    def _report(self, pending: list[StepRecord], last: bool) -> None:
         record = pending[-1]
         if self.outputs.metrics is not None:
             self.outputs.metrics.write(record)
         if self.outputs.advance is not None:
             self.outputs.advance(record)
-        if record.step % self.training.log_interval == 0 or record.step == self.training.train_iters:
+        if last or record.step % self.training.log_interval == 0:
             if self.outputs.lines is not None:
-                line = log_line(pending, self.training.train_iters, counters, show_tokens_per_sample=self.training.log_tps)
-                self.outputs.lines(line)
+                counters = self.progress.counters
+                self.outputs.lines(log_line(pending, self.training.train_iters, counters, show_tokens_per_sample=self.training.log_tps))
             pending.clear()
 
     def _validate(self) -> None:
@@ -174,6 +193,6 @@ class Loop:
     def _save(self, saved: int) -> int:
         """Save unless this very step has been saved; returns the step of the newest checkpoint."""
         if self.save is not None and saved != self.progress.step:
-            self.save(self.progress.step, self.progress.consumed_samples)
+            self.save(self.progress)
             return self.progress.step
         return saved

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def pretrain(
         train(flags.run, Callbacks(_builder(model_provider), forward_step, train_valid_test_datasets_provider), flags.namespace)
         return 0
 
-    return guarded(os.path.basename(sys.argv[0]), action)
+    return guarded(Path(sys.argv[0]).name, action)
 
 
 def _builder(model_provider: ModelProvider) -> Callable[[ModelConfig, Chunk, Topology, torch.dtype, int], nn.Module]:

@@ -33,7 +33,8 @@ class StepRecord:
 
     @property
     def is_nan(self) -> bool:
-        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+        """Whether loss or gradient was not finite. Overflow under a loss scale is how the scale is found, and no such fault."""
+        return not math.isfinite(self.loss) or (self.loss_scale == 1.0 and not math.isfinite(self.grad_norm))
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,7 +43,7 @@ class StepRecord:
 
 @dataclass
 class Counters:
-    """Steps of this run that changed no weight, and those of them whose loss or gradient was not a number."""
+    """Steps that changed no weight, and steps whose loss or gradient was not finite, since the run began."""
 
     skipped: int = 0
     nan: int = 0

@@ -68,7 +68,8 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
         components.add_column(column, justify="right" if column == "parameters" else "left")
     sizes = component_sizes(model, table, topology)
     for size in sizes:
-        components.add_row(size.name, f"{size.parameters:,}", "no" if size.frozen else "yes", f"{str(size.frozen).lower()} ({size.why})", run.training.dtype)
+        freeze = f"{str(size.frozen).lower()} ({size.why})"
+        components.add_row(size.name, f"{size.parameters:,}", "no" if size.frozen else "yes", freeze, run.training.dtype)
     total, trainable = sum(s.parameters for s in sizes), sum(s.parameters for s in sizes if not s.frozen)
     components.add_row("all", f"{total:,}", f"{trainable:,}", "", "")
     console = Console(width=110, color_system=None)
@@ -79,7 +80,8 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
         capture.get().rstrip(),
         f"split: tensor {topology.tensor} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}",
         *(
-            f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}): {_show('vision', chunk.vision)}{_show('text', chunk.text)}"
+            f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}):"
+            f"{_show('vision', chunk.vision)}{_show('text', chunk.text)}"
             for chunk in topology.order
         ),
         f"batch: {batch} samples a step = {run.training.micro_batch_size} a micro-batch x {micro} micro-batches x {data_size} data-parallel ranks",

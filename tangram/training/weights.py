@@ -14,6 +14,7 @@ from tangram.config.hf_compare import compare_with_hf
 from tangram.config.preflight_files import kind_of_weights
 from tangram.training.logs import LOGGER
 from tangram.training.loop import Progress
+from tangram.training.records import Counters
 
 
 def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
@@ -44,15 +45,15 @@ def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
     if kind == "training checkpoint":
         resumed = manager.load(run.model.load)
         LOGGER.info("resumed %s at step %d, %d samples consumed", run.model.load, resumed.step, resumed.consumed_samples)
-        return Progress(resumed.step, resumed.consumed_samples)
+        return Progress(resumed.step, resumed.consumed_samples, Counters(resumed.extra.get("skipped", 0), resumed.extra.get("nan", 0)))
     if kind == "Hugging Face directory":
         compare_with_hf(engine.model, run.model.load)
         with_hf = HFDirectory(Path(run.model.load))
         report = load_hf(with_hf, placements, parameters, cast=run.model.cast_weights, shapes=engine.canonical_shapes)
     else:
-        report = load_mm(
-            MMDirectory(run.model.load), placements, parameters, engine.topology, engine.model, cast=run.model.cast_weights, padded_vocab=run.padded_vocab
-        )
+        directory = MMDirectory(run.model.load)
+        casting = run.model.cast_weights
+        report = load_mm(directory, placements, parameters, engine.topology, engine.model, cast=casting, padded_vocab=run.padded_vocab)
     engine.weights_changed()
     LOGGER.info("weights: %s %s: %s", kind, run.model.load, report)
     return Progress()
