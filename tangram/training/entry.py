@@ -122,7 +122,7 @@ def _loop(
             training=training,
             global_batch_size=batch,
             steps=steps,
-            save=(lambda step, consumed: manager.save(folder, step, consumed)) if folder is not None else None,
+            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {"skipped": at.skipped})) if folder is not None else None,
             valid_steps=valid,
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,

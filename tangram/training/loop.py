@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from tangram.backends.engine import Batch, Engine
 from tangram.config.run import TrainingConfig
 from tangram.errors import DataError
+from tangram.platform import current
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord, log_line
@@ -21,8 +23,6 @@ from tangram.training.signals import StopRequest
 
 Steps = Iterable[Sequence[Batch]]
 """This rank's micro-batches of each global batch."""
-Save = Callable[[int, int], object]
-"""``save(step, consumed_samples)``; all ranks call it together."""
 
 
 def steps_of(data: Iterable[Batch | Sequence[Batch]], micro_batches_per_step: int) -> Steps:
@@ -40,10 +40,21 @@ def steps_of(data: Iterable[Batch | Sequence[Batch]], micro_batches_per_step: in
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """Where a run stands; what a checkpoint keeps of the loop."""
 
     step: int = 0
     consumed_samples: int = 0
+    skipped: int = 0
+    """Steps that were not finite and changed no weight."""
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed weights. The learning rate goes by these, as in Megatron: a skipped step leaves it where it was."""
+        return self.step - self.skipped
+
+
+Save = Callable[[Progress], object]
+"""Writes a checkpoint; all ranks call it together."""
 
 
 @dataclass
@@ -96,11 +107,14 @@ class Loop:
         pending: list[StepRecord] = []
         first = saved = progress.step
         steps = iter(self.steps)
+        if first >= training.train_iters:
+            LOGGER.info("nothing to do: step %d of %d is done", first, training.train_iters)
         with StopRequest() as request:
             while progress.step < training.train_iters:
-                record, stop = self._step(steps, rate(progress.step), request)
+                record, stop = self._step(steps, rate(progress.updates), request)
                 pending.append(record)
-                self._log(pending)
+                exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
+                self._log(pending, last=stop or exits or progress.step == training.train_iters)
                 if self.profiler is not None:
                     self.profiler.step(progress.step)
                 if progress.step == first + 1 and self.after_first_step is not None:
@@ -108,7 +122,6 @@ class Loop:
                 if training.eval_interval and progress.step % training.eval_interval == 0:
                     record = replace(record, valid_loss=self._validate())
                 self._keep(record)
-                exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
                 if stop or exits:
@@ -119,6 +132,7 @@ class Loop:
         return progress
 
     def _step(self, steps: Iterator[Sequence[Batch]], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
+        """One optimizer step; its time includes that spent waiting for data."""
         began = time.perf_counter()
         micro_batches = next(steps, None)
         if micro_batches is None:
@@ -130,6 +144,7 @@ class Loop:
         result = self.engine.step(lr)
         totals = self._agree(micro_batches, request.asked)
         self.progress.step += 1
+        self.progress.skipped += result.skipped
         # Samples of a skipped step are consumed too: the order of the data does not depend on what it does to the model.
         self.progress.consumed_samples += self.global_batch_size
         record = StepRecord(
@@ -155,16 +170,14 @@ class Loop:
         sums = torch.tensor(counts)
         copies = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
-            device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-            sums = sums.to(device)
+            sums = sums.to("cpu" if dist.get_backend() == "gloo" else current().device(int(os.environ.get("LOCAL_RANK", "0"))))
             dist.all_reduce(sums)
             copies = dist.get_world_size() // self.engine.data_parallel_size
         stop, tokens, padded, samples = sums.tolist()
         return _Totals(stop > 0, tokens // copies, padded // copies, samples // copies)
 
-    def _log(self, pending: list[StepRecord]) -> None:
-        step = pending[-1].step
-        if step % self.training.log_interval and step != self.training.train_iters:
+    def _log(self, pending: list[StepRecord], last: bool) -> None:
+        if not last and pending[-1].step % self.training.log_interval:
             return
         if self.outputs.lines is not None:
             self.outputs.lines(log_line(pending, self.training.train_iters, show_tokens_per_sample=self.training.log_tps))
@@ -197,6 +210,6 @@ class Loop:
     def _save(self, saved: int) -> int:
         """Save unless this very step has been saved; returns the step of the newest checkpoint."""
         if self.save is not None and saved != self.progress.step:
-            self.save(self.progress.step, self.progress.consumed_samples)
+            self.save(self.progress)
             return self.progress.step
         return saved

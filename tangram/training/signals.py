@@ -7,9 +7,10 @@ from types import FrameType, TracebackType
 
 
 class StopRequest:
-    """Between ``with`` and its end, SIGTERM asks for a stop instead of ending the process; a second one ends it.
+    """Between ``with`` and its end, SIGTERM asks for a stop instead of ending the process.
 
-    The loop looks at ``asked``, agrees with the other ranks, saves and leaves with exit status 0.
+    The loop looks at ``asked``, agrees with the other ranks, saves and leaves with exit status 0. Further ones change nothing: schedulers
+    signal whole process groups, and then torchrun hands its own SIGTERM on to ranks that have one already.
     """
 
     def __init__(self) -> None:
@@ -25,4 +26,3 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
