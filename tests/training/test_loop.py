@@ -45,7 +45,7 @@ class Run:
             training=settings(**changes),
             global_batch_size=2,
             steps=endless(self.progress.consumed_samples) if steps is None else steps,
-            save=lambda step, consumed: self.saves.append((step, consumed)),
+            save=lambda at: self.saves.append((at.step, at.consumed_samples)),
             valid_steps=valid,
             outputs=Outputs(self.lines.append, MetricsFile(self.file, self.progress.step)),
             progress=self.progress,
