@@ -147,13 +147,11 @@ class _Scanner:
         while True:
             try:
                 _, end = self._decoder.raw_decode(self._text, self._at)
+                break
             except json.JSONDecodeError as error:
-                if self._more():
-                    continue
-                raise self.error(self._reason(error), error.pos) from None
-            if end == len(self._text) and self._more():
-                continue  # a number may go on in the next window
-            break
+                into = error.pos - self._at
+                if not self._more():  # the value begins the window now
+                    raise self.error(self._reason(error), into) from None
         span = (self._base + self._at, self._base + end)
         if one_line and "\n" in self._text[self._at : end]:
             raise self.error("a record that runs over several lines; write one record a line, or one array")

@@ -80,6 +80,7 @@ def test_bytes_that_are_not_utf8_name_file_and_line(tmp_path: Path) -> None:
         ('[{"a": 1}] x', "text after the array"),
         ('[{"a": 1},\n {"a": ', "line 2: not a JSON dataset: Expecting value"),
         ('{\n "a": 1\n}', "runs over several lines"),
+        ('[{"a": 1}, {"b" 2},\n\n\n\n\n\n{"c": 3}]', "line 1: not a JSON dataset: Expecting ':' delimiter"),
         ("hello", "line 1: not a JSON dataset: Expecting value; the file must be one array or one object a line"),
     ],
 )

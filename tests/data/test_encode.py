@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,16 @@ def test_a_placeholder_becomes_one_token_per_merged_cell(encoder: Make, tokenize
     media = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
     whole = SYSTEM + "<|im_start|>user\n" + media + "\nWhat?<|im_end|>\n<|im_start|>assistant\nGreen.<|im_end|>\n"
     assert encoded.input_ids == tokenizer.encode(whole)
+
+
+def test_each_placeholder_takes_the_next_picture(encoder: Make, tokenizer: Tokenizer, picture: str, photo: Callable[[str], str]) -> None:
+    """Six cells, then 4 x 4 of a photograph of 102 x 102 pixels, twice."""
+    encoded = encoder(cutoff=2000)(
+        sample("<image>?", "<image>.", "<image>!", "Yes.", images=(picture, photo("microaneurysms.png"), photo("microaneurysms.png")))
+    )
+    runs = [len(run.replace("<|image_pad|>", "x")) for run in re.findall(r"(?:<\|image_pad\|>)+", tokenizer.decode(encoded.input_ids))]
+    assert runs == [6, 16, 16] and encoded.grids == [(1, 4, 6), (1, 8, 8), (1, 8, 8)]
+    assert [len(patches) for patches in encoded.patches or ()] == [24, 64, 64]
 
 
 def test_media_tokens_in_an_answer_carry_no_label(encoder: Make, tokenizer: Tokenizer, picture: str) -> None:

@@ -117,12 +117,16 @@ def test_the_limits_of_the_run_are_in_force_not_those_of_the_folder(processor: M
 
 
 def test_exif_orientation_is_not_applied(processor: Make, tmp_path: Path) -> None:
-    path = tmp_path / "sideways.jpg"
+    sideways, plain = tmp_path / "sideways.jpg", tmp_path / "plain.jpg"
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (64, 32), "red").save(path, exif=exif)
+    picture = Image.linear_gradient("L").resize((64, 32))
+    picture.save(sideways, exif=exif)
+    picture.save(plain)
     make = processor(3136, 1003520)
-    assert make.grid(str(path)) == make.patches(str(path))[1] == (1, 4, 6)
+    patches, grid = make.patches(str(sideways))
+    assert make.grid(str(sideways)) == grid == (1, 4, 6)
+    assert np.array_equal(patches, make.patches(str(plain))[0])
 
 
 def test_truncated_and_empty_files_name_path_and_sample(processor: Make, photo: Photo, tmp_path: Path) -> None:
