@@ -34,7 +34,7 @@ from tests import dcp_toy
 
 TP2_PP2 = dcp_toy.split(2, [[2, 0]], [[1, 3]])
 PP2_VPP2 = dcp_toy.split(1, [[1, 1], [0, 0]], [[0, 1], [2, 1]])
-PP2 = dcp_toy.split(1, [[1, 1]], [[0, 4]])
+PP2 = dcp_toy.split(1, [[2, 0]], [[1, 3]])
 
 
 class ToyChunk(MegatronModule):
@@ -80,7 +80,7 @@ class Run:
         config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, bf16=half, params_dtype=dtype)
         # overlap_grad_reduce is what makes megatron-core cut its buffers into several buckets
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=zero, grad_reduce_in_fp32=True, overlap_grad_reduce=zero, overlap_param_gather=zero, bucket_size=1500
+            use_distributed_optimizer=zero, grad_reduce_in_fp32=True, overlap_grad_reduce=zero, overlap_param_gather=zero, bucket_size=400
         )
         models = []
         self.chunks: list[LocalChunk] = []
@@ -244,6 +244,12 @@ def save(folder: Path) -> None:
     zero.begin()
     zero.train(0, 2)
     zero.manager.save(folder / "zero_fp32", 2, 16)
+    stretches: list[list[tuple[int, int]]] = [[]] * 4
+    tables = ("text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight")
+    held = [(state.start, state.updated.numel()) for state in zero.adapter.parameters() if state.name in tables]
+    dist.all_gather_object(stretches, held)
+    first, last = stretches[0] + stretches[1], stretches[2] + stretches[3]  # data-parallel ranks of the two stages
+    assert sum(size for _, size in first) == sum(size for _, size in last) == 37 * 16 and first != last, (first, last)
 
     vision = "image_encoder.encoder"
     frozen = Run(dcp_toy.split(2), dtype=torch.bfloat16, zero=True, frozen=vision)

@@ -18,7 +18,7 @@ from tangram.errors import CheckpointError
 from tests import dcp_toy
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def launch(scenario: str, ranks: int, folder: Path) -> list[int]:
@@ -34,7 +34,7 @@ def launch(scenario: str, ranks: int, folder: Path) -> list[int]:
         for rank, path in enumerate(logs):
             with path.open("w") as log:
                 workers.append(subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT))
-        codes = [worker.wait(timeout=380) for worker in workers]
+        codes = [worker.wait(timeout=800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
