@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tangram.align.batch import write_batch
 from tangram.align.compare import compare
 from tangram.align.curves import REFERENCE, compare_curves
 from tangram.align.launch import WorkerError
@@ -27,6 +29,7 @@ SPLITS = {
     "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
     "virtual stages": Split(pipeline=2, virtual=2),
     "vision over two stages": Split(pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "four stages": Split(pipeline=4),
     "text from the third stage": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 2, 2]),
     "copies": Split(tensor=2, data=2, distributed_optimizer=True),
 }
@@ -59,6 +62,31 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: d
     assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
     assert dumped.logits.shape == (*batch["input_ids"].shape, 515) and dumped.gradients.keys() == names
     _a_wrong_gradient_is_found(dumped, batch["attention_mask"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_micro_batches_of_any_length_pass_every_split(tiny: dict[bool, Path], tmp_path: Path):
+    """Lengths 17, 31, 8 and 24, as in a report of a pipeline that hung or crossed its shapes (NVIDIA/Megatron-LM#620)."""
+    lengths, generator = (17, 31, 8, 24), torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 500, (4, 31), generator=generator)
+    mask = torch.tensor([[1] * length + [0] * (31 - length) for length in lengths])
+    file = write_batch({"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}, tmp_path)
+    splits = [SPLITS[name] for name in ("pipeline", "tensor and pipeline", "virtual stages")]
+    for outcome in align(tiny[False], splits, batch_file=file, micro_batch_size=1):
+        assert outcome.report.passed, f"{outcome.split}: {outcome.report.failures}"
+        row = outcome.report.worst("logits")
+        assert row is not None and row.shape == (4, 31, 515)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("dtype", "at_least"), [("bf16", 4e-3), ("fp16", 5e-4)])
+def test_low_precision_stays_near_the_reference_but_is_low_precision(tiny: dict[bool, Path], dtype: Literal["bf16", "fp16"], at_least: float):
+    """Half a unit in the last place is 2^-9 = 2e-3 of a number in bf16 and 2^-12 = 2.4e-4 in fp16."""
+    (outcome,) = align(tiny[True], [Split(tensor=2)], dtype=dtype)
+    assert outcome.report.passed, outcome.report.failures
+    assert outcome.report.rows[0].error > at_least
 
 
 def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
