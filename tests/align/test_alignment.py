@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from tangram.align.compare import compare
 from tangram.align.curves import REFERENCE, compare_curves
 from tangram.align.launch import WorkerError
 from tangram.align.observation import Observation, read_observation
-from tangram.align.reference import forward_arguments, load_reference, observe
+from tangram.align.reference import forward_arguments, load_reference, observe, token_loss
 from tangram.align.run import align, open_subject, prepare_batch
 from tangram.align.task import Split
 from tangram.errors import CheckpointError, ConfigError, PlacementError
@@ -123,12 +124,23 @@ def test_the_reference_uses_the_three_dimensional_positions_it_is_given(tiny: di
     flat = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["position_ids"])
     right, plain = observe(model, batch), observe(model, {**batch, "position_ids": flat})
     assert abs(right.loss - plain.loss) > 1e-5
+    with torch.no_grad():
+        assert right.loss == pytest.approx(model(**forward_arguments(model, batch), labels=batch["labels"]).loss.item(), rel=1e-6)
     own = model.model.get_rope_index
     arguments = forward_arguments(model, batch)
     known = {"mm_token_type_ids": arguments["mm_token_type_ids"]} if "mm_token_type_ids" in arguments else {}
     theirs, _ = own(input_ids=batch["input_ids"], image_grid_thw=batch["image_grid_thw"], attention_mask=batch["attention_mask"], **known)
     real = batch["attention_mask"].bool().expand_as(theirs)
     assert torch.equal(batch["position_ids"][real], theirs[real])
+
+
+def test_the_loss_of_a_sure_model_with_a_large_vocabulary_is_exact_to_its_last_digits():
+    """One logit 12 above all others: each other entry weighs e^-12, and 151,935 of them nearly as much as the one."""
+    logits = torch.zeros(1, 2, 151936)
+    logits[0, 0, 7] = 12.0
+    expected = math.log1p(151935 * math.exp(-12.0))
+    loss = float(token_loss(logits, torch.tensor([[-100, 7]])))
+    assert loss == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_parameter_that_the_batch_does_not_reach_has_a_gradient_of_zeros(tiny: dict[bool, Path], tmp_path: Path):
