@@ -14,7 +14,7 @@ from tangram.errors import name_some
 
 Kind = Literal["loss", "logits", "gradient", "replicas"]
 
-TOLERANCES = {"fp32": 1e-5, "bf16": 1e-1, "fp16": 2e-2}
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 5e-2}
 """Largest accepted norm-wise relative error per compute type, against the reference in fp32 on the same (rounded) weights.
 
 fp32: rounding of a few hundred additions in another order stays near 1e-6. bf16 keeps 8 bits of a number (rounding error 2^-9 = 2e-3) and

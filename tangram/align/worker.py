@@ -32,6 +32,8 @@ from tangram.losses.modes import reduce_token_losses
 from tangram.placement.blocks import check_names
 from tangram.platform import current
 
+MOST_SKIPPED_STEPS = 40
+
 
 class ObservingStep:
     """Forward step that computes the per-token loss, or, while ``logits`` is a list, collects logits instead.
@@ -140,10 +142,21 @@ def _observe(
     engine.evaluate(mine)
     write_pieces(_logit_pieces(engine, step.logits, tuple(batch["input_ids"].shape), task), logits_file(task.folder, rank))
     step.logits = None
+    if task.dtype == "fp16":
+        _settle_loss_scale(engine, mine)
     result = engine.forward_backward(mine)
     write_pieces(engine.canonical_gradients(), gradient_file(task.folder, rank))
     if rank == 0:
         _write_result(task, {"loss": result.loss, "tokens": result.tokens})
+
+
+def _settle_loss_scale(engine: MegatronEngine, mine: list[dict[str, Any]]) -> None:
+    """Lower the loss scale as training does, by skipped steps, until gradients are finite. The learning rate is 0: weights stay."""
+    for _ in range(MOST_SKIPPED_STEPS):
+        engine.forward_backward(mine)
+        if not engine.step(0.0).skipped:
+            return
+    raise TangramError(f"fp16 gradients are not finite after {MOST_SKIPPED_STEPS} steps that each lower the loss scale; use bf16 or fp32")
 
 
 def _logit_pieces(

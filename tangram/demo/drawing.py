@@ -20,20 +20,20 @@ def contents(chunk: Chunk) -> list[str]:
     if chunk.vision_first:
         lines.append("patch embedding")
     if chunk.has_vision:
-        lines.append(f"vision blocks {_numbers(chunk.vision)}")
+        lines.append(f"vision {_numbers('block', chunk.vision)}")
     if chunk.vision_last:
         lines.append("projector")
     if chunk.text_first:
         lines.append("word embedding")
     if chunk.has_text:
-        lines.append(f"text layers {_numbers(chunk.text)}")
+        lines.append(f"text {_numbers('layer', chunk.text)}")
     if chunk.text_last:
         lines.append("final norm, head, loss")
     return lines
 
 
-def _numbers(layers: range) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+def _numbers(what: str, layers: range) -> str:
+    return f"{what} {layers[0]}" if len(layers) == 1 else f"{what}s {layers[0]} to {layers[-1]}"
 
 
 def elements(placement: Placement) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tangram.demo.evaluate import Answered, Score
 
+PICTURE_SIDE = 300
+"""Longest side, pixels."""
 STYLE = """
 :root { --ink: #1d2733; --soft: #5f6b7a; --line: #d8dee6; --paper: #ffffff; --good: #18794e; --bad: #b42318; --accent: #2f6fde; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: #f4f6f9; margin: 0; }
@@ -108,7 +111,7 @@ def _figures(answers: Iterable[Answered]) -> str:
         question = answer.question
         verdict = "right" if answer.right else "wrong"
         cells.append(
-            f'<figure><img alt="" src="{_embedded(question.image)}"><figcaption>{html.escape(question.text)}<br>'
+            f'<figure><img alt="" src="{_small(question.image)}"><figcaption>{html.escape(question.text)}<br>'
             f'<span class="{verdict}">{html.escape(answer.said or "(nothing)")}</span><br>'
             f'<span class="soft">truth: {html.escape(question.answer)}</span></figcaption></figure>'
         )
@@ -128,4 +131,20 @@ def _score_table(scores: Iterable[Score]) -> str:
 
 
 def _embedded(image: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode('ascii')}"
+    return _data_uri("png", image.read_bytes())
+
+
+def _small(image: Path) -> str:
+    """A picture small enough to stand on the page a dozen times."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    with Image.open(image) as picture:
+        small = picture.convert("RGB")
+        small.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+        small.save(buffer, "JPEG", quality=90)
+    return _data_uri("jpeg", buffer.getvalue())
+
+
+def _data_uri(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"

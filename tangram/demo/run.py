@@ -225,7 +225,7 @@ def next_commands(folder: Path, recipe: Recipe) -> list[str]:
     return [
         f"tangram align --hf {folder}/hf_final --checkpoint {folder}/ckpt {split}    # the comparison again, as a table",
         f"tangram align --hf {folder}/hf_final --pp 2 --vpp 2                        # another split, the same numbers",
-        f"tangram train {folder}/run.yaml training.train_iters={recipe.steps + 100} model.load={folder.resolve()}/ckpt    # train on",
+        f"tangram train {folder}/run.yaml training.train_iters={recipe.steps + 100} model.load=ckpt    # train on",
         f"tangram export {folder}/ckpt my_model --hf {folder}/hf_init --dtype bfloat16",
     ]
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tangram.align.batch import write_batch
 from tangram.align.compare import compare
 from tangram.align.curves import REFERENCE, compare_curves
 from tangram.align.launch import WorkerError
 from tangram.align.observation import Observation, read_observation
-from tangram.align.reference import forward_arguments, load_reference, observe
+from tangram.align.reference import forward_arguments, load_reference, observe, token_loss
 from tangram.align.run import align, open_subject, prepare_batch
 from tangram.align.task import Split
 from tangram.errors import CheckpointError, ConfigError, PlacementError
@@ -27,6 +30,7 @@ SPLITS = {
     "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
     "virtual stages": Split(pipeline=2, virtual=2),
     "vision over two stages": Split(pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "four stages": Split(pipeline=4),
     "text from the third stage": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 2, 2]),
     "copies": Split(tensor=2, data=2, distributed_optimizer=True),
 }
@@ -59,6 +63,31 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: d
     assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
     assert dumped.logits.shape == (*batch["input_ids"].shape, 515) and dumped.gradients.keys() == names
     _a_wrong_gradient_is_found(dumped, batch["attention_mask"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_micro_batches_of_any_length_pass_every_split(tiny: dict[bool, Path], tmp_path: Path):
+    """Lengths 17, 31, 8 and 24, as in a report of a pipeline that hung or crossed its shapes (NVIDIA/Megatron-LM#620)."""
+    lengths, generator = (17, 31, 8, 24), torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 500, (4, 31), generator=generator)
+    mask = torch.tensor([[1] * length + [0] * (31 - length) for length in lengths])
+    file = write_batch({"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}, tmp_path)
+    splits = [SPLITS[name] for name in ("pipeline", "tensor and pipeline", "virtual stages")]
+    for outcome in align(tiny[False], splits, batch_file=file, micro_batch_size=1):
+        assert outcome.report.passed, f"{outcome.split}: {outcome.report.failures}"
+        row = outcome.report.worst("logits")
+        assert row is not None and row.shape == (4, 31, 515)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("dtype", "at_least"), [("bf16", 4e-3), ("fp16", 5e-4)])
+def test_low_precision_stays_near_the_reference_but_is_low_precision(tiny: dict[bool, Path], dtype: Literal["bf16", "fp16"], at_least: float):
+    """Half a unit in the last place is 2^-9 = 2e-3 of a number in bf16 and 2^-12 = 2.4e-4 in fp16."""
+    (outcome,) = align(tiny[True], [Split(tensor=2)], dtype=dtype)
+    assert outcome.report.passed, outcome.report.failures
+    assert outcome.report.rows[0].error > at_least
 
 
 def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
@@ -95,12 +124,23 @@ def test_the_reference_uses_the_three_dimensional_positions_it_is_given(tiny: di
     flat = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["position_ids"])
     right, plain = observe(model, batch), observe(model, {**batch, "position_ids": flat})
     assert abs(right.loss - plain.loss) > 1e-5
+    with torch.no_grad():
+        assert right.loss == pytest.approx(model(**forward_arguments(model, batch), labels=batch["labels"]).loss.item(), rel=1e-6)
     own = model.model.get_rope_index
     arguments = forward_arguments(model, batch)
     known = {"mm_token_type_ids": arguments["mm_token_type_ids"]} if "mm_token_type_ids" in arguments else {}
     theirs, _ = own(input_ids=batch["input_ids"], image_grid_thw=batch["image_grid_thw"], attention_mask=batch["attention_mask"], **known)
     real = batch["attention_mask"].bool().expand_as(theirs)
     assert torch.equal(batch["position_ids"][real], theirs[real])
+
+
+def test_the_loss_of_a_sure_model_with_a_large_vocabulary_is_exact_to_its_last_digits():
+    """One logit 12 above all others: each other entry weighs e^-12, and 151,935 of them nearly as much as the one."""
+    logits = torch.zeros(1, 2, 151936)
+    logits[0, 0, 7] = 12.0
+    expected = math.log1p(151935 * math.exp(-12.0))
+    loss = float(token_loss(logits, torch.tensor([[-100, 7]])))
+    assert loss == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_parameter_that_the_batch_does_not_reach_has_a_gradient_of_zeros(tiny: dict[bool, Path], tmp_path: Path):
