@@ -37,7 +37,7 @@ def refused(folder: Path, trial: Trial, overrides: list[str], *parts: str, ranks
         (split(1, [4, 0, 0], [1, 3]), ["vit_pp_layers [4, 0, 0]", "3 numbers per row", "pipeline_model_parallel_size is 2"]),
         (split(1, [2, 2], [2, 2]), ["vision", "stage"]),
         ([*split(4), "training.global_batch_size=8"], ["tensor_model_parallel_size 4 does not divide", "num_query_groups", "use 1 or 2"]),
-        (["training.learnig_rate=1"], ["learnig_rate", "did you mean"]),
+        (["training.micro_batch_sise=1"], ["training.micro_batch_sise", "did you mean", "micro_batch_size"]),
         (["model.overrides={text_decoder: {activation_func: swishy}}"], ["activation_func", "swishy"]),
         (["training.global_batch_size=9"], ["global_batch_size 9 is not a multiple of", "use 8 or 12"]),
         (["training.global_batch_size=80"], ["the dataset has 40 samples, too few for one global batch of 80", "at most 40"]),
@@ -97,7 +97,7 @@ def test_weights_converted_for_another_split(trial: Trial, folder: Path) -> None
 
     folder.mkdir()
     options = ["--cfg.mm_dir", f"{folder}/mm", "--cfg.hf_config.hf_dir", str(trial.hf), "--cfg.parallel_config.llm_pp_layers", "[[1,3]]"]
-    assert main(["Qwen2_5_VLConverter", "hf_to_mm", *options, "--cfg.parallel_config.vit_pp_layers", "[[4,0]]"]) == 0
+    assert not main(["Qwen2_5_VLConverter", "hf_to_mm", *options, "--cfg.parallel_config.vit_pp_layers", "[[4,0]]"])
     line = refused(folder, trial, [f"model.load={folder}/mm", *PP2], "llm_pp_layers")
     assert "1, 3" in line and "2, 2" in line
     outcome = run(folder, ["tangram", "train", str(trial.run_file), "training.train_iters=1", f"model.load={folder}/mm", *split(1, [4, 0], [1, 3])], 2)
