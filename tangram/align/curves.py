@@ -55,7 +55,7 @@ def compare_curves(
     splits: Sequence[Split],
     steps: int,
     *,
-    lr: float = 1e-3,
+    lr: float = 1e-4,
     seed: int | None = None,
     batch_file: Path | None = None,
     micro_batch_size: int = 1,

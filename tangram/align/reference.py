@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,20 @@ from tangram.align.observation import Observation
 from tangram.errors import CheckpointError
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers' bars are off while the block runs."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_reference(hf_dir: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> torch.nn.Module:
@@ -26,9 +41,10 @@ def load_reference(hf_dir: Path, dtype: torch.dtype = torch.float32, attention: 
     from transformers import AutoModelForImageTextToText
 
     try:
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            hf_dir, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
-        )
+        with no_progress_bars():
+            model, info = AutoModelForImageTextToText.from_pretrained(
+                hf_dir, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{hf_dir}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -111,6 +111,7 @@ def align(
     dump: Path | None = None,
     tolerance: float | None = None,
     plugins: Sequence[str] = (),
+    checkpoint: Path | None = None,
 ) -> list[Outcome]:
     """Compare the split model with Hugging Face's on one batch.
 
@@ -123,6 +124,7 @@ def align(
         dump: folder for the batch, and the logits and gradients of the last split.
         tolerance: None: that of ``dtype``, see ``TOLERANCES``.
         plugins: Python files or folders to import first; they register families and components.
+        checkpoint: training checkpoint whose weights the split model takes; that ``hf_dir`` is its faithful export is then what is shown.
 
     Raises:
         TangramError: the directory, split, or batch cannot be used, or a process failed.
@@ -134,7 +136,7 @@ def align(
         batch, notes = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         tasks = [
-            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size)
+            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size, checkpoint=checkpoint)
             for number, split in enumerate(splits)
         ]
         with running(tasks, work) as process:
@@ -182,6 +184,7 @@ def make_task(
     dtype: Dtype = "fp32",
     micro_batch_size: int | None = None,
     seed: int | None = None,
+    checkpoint: Path | None = None,
     curve: Curve | None = None,
 ) -> Task:
     """What the processes are told. Without ``micro_batch_size`` the batch becomes two micro-batches, or as many as there are copies of
@@ -196,6 +199,7 @@ def make_task(
         split=split,
         dtype=dtype,
         seed=seed,
+        checkpoint=str(checkpoint.resolve()) if checkpoint else None,
         batch=str(batch_file.resolve()),
         micro_batch_size=micro_batch_size if micro_batch_size is not None else -(-rows // parts),
         curve=curve,

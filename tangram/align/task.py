@@ -94,6 +94,8 @@ class Task(Section):
     dtype: Dtype = "fp32"
     seed: int | None = None
     """None: start from the weights of ``hf_dir``; a number: from random weights."""
+    checkpoint: str | None = None
+    """A training checkpoint whose weights stand in for those of ``hf_dir``, its export."""
     batch: str
     """File of the batch."""
     micro_batch_size: int = Field(ge=1)

@@ -22,12 +22,14 @@ from tangram.backends.megatron.engine import MegatronEngine
 from tangram.backends.megatron.forward import get_batch, report_loss
 from tangram.backends.megatron.parallel import shutdown
 from tangram.backends.megatron.settings import DTYPES
+from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.fresh import initialize
 from tangram.checkpoints.hf_directory import HFDirectory
-from tangram.checkpoints.load_hf import load_hf
+from tangram.checkpoints.load_hf import fill_all, load_hf
 from tangram.errors import TangramError
 from tangram.families.plugins import load_plugins
 from tangram.losses.modes import reduce_token_losses
+from tangram.placement.blocks import check_names
 from tangram.platform import current
 
 
@@ -110,7 +112,11 @@ def run_task(task: Task, rank: int) -> None:
 
 def _load(engine: MegatronEngine, task: Task) -> None:
     placements, parameters = [c.placement for c in engine.chunks], [c.parameters for c in engine.chunks]
-    if task.seed is None:
+    if task.checkpoint is not None:
+        trained = DCPReader(task.checkpoint)
+        check_names(list(trained.names()), list(engine.canonical_shapes), str(trained.folder))
+        fill_all(placements, parameters, trained, str(trained.folder), cast=True)
+    elif task.seed is None:
         load_hf(HFDirectory(task.hf_dir), placements, parameters, cast=True, shapes=engine.canonical_shapes)
     else:
         text, encoder = task.model.text_decoder, task.model.image_encoder

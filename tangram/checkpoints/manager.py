@@ -118,7 +118,8 @@ class CheckpointManager:
             if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        log.info("saved %s in %.1f s", final, time.monotonic() - began)
+        if rank() == 0:
+            log.info("saved %s in %.1f s", final, time.monotonic() - began)
         return final
 
     @property

@@ -29,6 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     text = "run one batch through transformers and through the split model; compare loss, logits and every gradient"
     parser = subparsers.add_parser("align", help=text, description=text, epilog=EPILOG)
     parser.add_argument("--hf", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    checkpoint = "training checkpoint whose weights the split model takes (those of --hf); proves that --hf is its export"
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=checkpoint)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (1)")
     parser.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline-parallel size (as --llm-pp-layers says, or 1)")
     parser.add_argument("--vpp", type=int, default=None, metavar="N", help="virtual stages per pipeline rank (as --llm-pp-layers says, or 1)")
@@ -44,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
     parser.add_argument("--rows", type=int, default=12, metavar="N", help="gradients in the table, worst first (12)")
     parser.add_argument("--steps", type=int, default=None, metavar="N", help="train N steps on the batch and compare the losses instead")
-    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="learning rate of --steps (1e-3)")
+    parser.add_argument("--lr", type=float, default=1e-4, metavar="X", help="learning rate of --steps (1e-4)")
     parser.add_argument("--plugin", action="append", default=[], metavar="PATH", help="Python file or folder to import first; may be repeated")
 
 
@@ -57,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if args.steps is None:
         return _compare_batch(args, split)
-    if args.dump is not None or args.dtype != "fp32":
-        raise ConfigError("--steps compares losses in fp32 and dumps nothing; leave out --dump and --dtype")
+    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32":
+        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint and --dtype")
     return _compare_curves(args, split)
 
 
@@ -75,6 +77,7 @@ def _compare_batch(args: argparse.Namespace, split: Split) -> int:
         dump=args.dump,
         tolerance=args.tolerance,
         plugins=args.plugin,
+        checkpoint=args.checkpoint,
     )
     for note in outcome.notes:
         print(note)

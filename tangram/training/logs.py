@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 
 LOGGER = logging.getLogger("tangram")
 
@@ -16,5 +15,3 @@ def set_up_logging(rank: int) -> None:
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     LOGGER.propagate = False
-    # megatron-core tells at every import which optional packages it does without.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -73,16 +73,16 @@ def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_twenty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[True], list(SPLITS.values()), steps=20, lr=1e-3)
+    curves = compare_curves(tiny[True], list(SPLITS.values()), steps=20)
     assert curves.against == REFERENCE and len(curves.deviations) == len(SPLITS)
-    assert curves.losses[REFERENCE][-1] < 0.9 * curves.losses[REFERENCE][0]
+    assert curves.losses[REFERENCE][-1] < 0.97 * curves.losses[REFERENCE][0]
     assert curves.worst <= 1e-6, curves.deviations
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_twenty_steps_from_random_weights_do_not_depend_on_the_split(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[False], list(SPLITS.values()), steps=20, lr=1e-3, seed=7)
+    curves = compare_curves(tiny[False], list(SPLITS.values()), steps=20, seed=7)
     assert len(curves.deviations) == len(SPLITS) - 1
     assert curves.worst <= 1e-6, curves.deviations
 

@@ -45,7 +45,7 @@ class Run:
             training=settings(**changes),
             global_batch_size=2,
             steps=endless(self.progress.consumed_samples) if steps is None else steps,
-            save=lambda step, consumed: self.saves.append((step, consumed)),
+            save=lambda at: self.saves.append((at.step, at.consumed_samples)),
             valid_steps=valid,
             outputs=Outputs(self.lines.append, MetricsFile(self.file, self.progress.step)),
             progress=self.progress,
@@ -128,13 +128,13 @@ def test_validation_is_the_mean_over_all_its_samples(tmp_path: Path) -> None:
     def valid() -> Iterator[Any]:
         passes.append(0)
         yield [batch([1.0], [4.0])]
-        yield [batch([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])]
+        yield [batch([1.0, 1.0, 1.0], [3.0, 3.0, 3.0])]
         yield [batch([1.0], [99.0])]
 
     run = Run(tmp_path, valid=valid, eval_interval=2, eval_iters=2, train_iters=4).run()
-    # With weight 2 after step 2: one sample at (2 - 4)^2 = 4 and three at 0.
-    assert [row.get("valid_loss") for row in run.rows] == [None, 1.0, None, 1.0] and len(passes) == 2
-    assert " validation loss at iteration 2: 1.000000E+00 | supervised tokens: 4 |" in run.lines
+    # With weight 2 after step 2: one sample at (2 - 4)^2 = 4 and three at 1 make 7 / 4; the mean of means would be 2.5.
+    assert [row.get("valid_loss") for row in run.rows] == [None, 1.75, None, 1.75] and len(passes) == 2
+    assert " validation loss at iteration 2: 1.750000E+00 | supervised tokens: 4 |" in run.lines
 
 
 def test_checkpoints_at_the_interval_and_at_the_end_once(tmp_path: Path) -> None:
