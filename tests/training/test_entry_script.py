@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.training.test_resume import stored
-from tests.trial import Trial, entry_flags, losses, metrics, run, split, train
+from tests.trial import Trial, entry_flags, losses, metrics, run, train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "pretrain_vlm.py"
@@ -44,6 +44,15 @@ def test_torchrun_and_flags_give_the_losses_of_the_run_file(trial: Trial, folder
     assert "vision_encoder" in done.stdout and "iteration        6/       6" in done.stdout
 
 
+OWN_FLAG = """
+def my_flags(parser):
+    parser.add_argument("--times", type=float)
+    return parser
+
+
+"""
+
+
 def test_an_edited_loss_and_a_flag_of_ones_own(trial: Trial, folder: Path) -> None:
     script = edited(
         folder,
@@ -52,7 +61,7 @@ def test_an_edited_loss_and_a_flag_of_ones_own(trial: Trial, folder: Path) -> No
             '"encoder_or_decoder", forward_step)',
             '"encoder_or_decoder", forward_step, extra_args_provider=my_flags, args_defaults={"train_iters": 2, "times": 3.0})',
         ),
-        ('if __name__ == "__main__":', 'def my_flags(parser):\n    parser.add_argument("--times", type=float)\n    return parser\n\n\nif __name__ == "__main__":'),
+        ('if __name__ == "__main__":', OWN_FLAG + 'if __name__ == "__main__":'),
     )
     plain, mine = folder / "plain", folder / "mine"
     train(plain, trial, ["training.train_iters=2"])
@@ -121,7 +130,3 @@ def test_without_a_run_the_callbacks_say_so() -> None:
 
     with pytest.raises(RuntimeError, match=r"callbacks of an entry are called by pretrain\(\)"):
         get_context()
-
-
-def test_split_helper_is_what_the_command_reads() -> None:
-    assert split(2, [2, 2], [0, 4])[1:] == ["parallel.vit_pp_layers=[2, 2]", "parallel.llm_pp_layers=[0, 4]", "parallel.pipeline_model_parallel_size=2"]

@@ -80,8 +80,9 @@ def test_the_cut_into_micro_batches_changes_nothing(loss_type: str, trial: Trial
     made = {}
     for micro in (8, 4, 1):
         assert BATCH % micro == 0
-        command = [f"training.micro_batch_size={micro}", f"training.loss_type={loss_type}", "training.train_iters=3", f"training.save={folder}/{micro}/ckpt"]
-        made[micro] = train(folder / str(micro), trial, command), stored(folder / str(micro) / "ckpt" / "iter_0000003")
+        own = folder / str(micro)
+        command = [f"training.micro_batch_size={micro}", f"training.loss_type={loss_type}", "training.train_iters=3"]
+        made[micro] = train(own, trial, [*command, f"training.save={own}/ckpt"]), stored(own / "ckpt" / "iter_0000003")
     rows, weights = made[8]
     for micro in (4, 1):
         others, their_weights = made[micro]
