@@ -100,8 +100,8 @@ def test_weights_converted_for_another_split(trial: Trial, folder: Path) -> None
     assert not main(["Qwen2_5_VLConverter", "hf_to_mm", *options, "--cfg.parallel_config.vit_pp_layers", "[[4,0]]"])
     line = refused(folder, trial, [f"model.load={folder}/mm", *PP2], "llm_pp_layers")
     assert "1, 3" in line and "2, 2" in line
-    outcome = run(folder, ["tangram", "train", str(trial.run_file), "training.train_iters=1", f"model.load={folder}/mm", *split(1, [4, 0], [1, 3])], 2)
-    outcome.succeeded()
+    fitting = ["training.train_iters=1", "training.lr_warmup_iters=0", f"model.load={folder}/mm", *split(1, [4, 0], [1, 3])]
+    run(folder, ["tangram", "train", str(trial.run_file), *fitting], 2).succeeded()
 
 
 def with_data(folder: Path, trial: Trial, rows: list[dict[str, Any]]) -> Path:

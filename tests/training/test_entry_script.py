@@ -56,7 +56,7 @@ def my_flags(parser):
 def test_an_edited_loss_and_a_flag_of_ones_own(trial: Trial, folder: Path) -> None:
     script = edited(
         folder,
-        ("return report_loss(terms.numerator, terms.denominator)", "return report_loss(terms.numerator * get_context().args.times, terms.denominator)"),
+        ("report_loss(terms.numerator, terms.denominator)", "report_loss(terms.numerator * get_context().args.times, terms.denominator)"),
         (
             '"encoder_or_decoder", forward_step)',
             '"encoder_or_decoder", forward_step, extra_args_provider=my_flags, args_defaults={"train_iters": 2, "times": 3.0})',
@@ -64,8 +64,8 @@ def test_an_edited_loss_and_a_flag_of_ones_own(trial: Trial, folder: Path) -> No
         ('if __name__ == "__main__":', OWN_FLAG + 'if __name__ == "__main__":'),
     )
     plain, mine = folder / "plain", folder / "mine"
-    train(plain, trial, ["training.train_iters=2"])
-    flags = entry_flags(trial, mine, {"--load": trial.hf, "--save": mine / "ckpt", "--train-iters": None})
+    train(plain, trial, ["training.train_iters=2", "training.lr_warmup_iters=0"])
+    flags = entry_flags(trial, mine, {"--load": trial.hf, "--save": mine / "ckpt", "--train-iters": None, "--lr-warmup-iters": None})
     run(mine, [str(script), *flags]).succeeded()
     assert losses(mine / "ckpt" / "metrics.jsonl") == pytest.approx([3 * loss for loss in losses(plain / "metrics.jsonl")], rel=1e-4)
     run(mine, [str(script), *flags, "--times", "1"]).succeeded()

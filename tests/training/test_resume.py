@@ -76,7 +76,7 @@ def test_the_next_five_losses_and_moments_are_those_of_the_uninterrupted_run(
 def test_with_fresh_moments_the_losses_differ(trial: Trial, folder: Path) -> None:
     """Else the comparison above could not see moments. Also: no_load_optim has its effect."""
     first = train(folder, trial, [*NINE, f"training.save={folder}/ckpt"])
-    resume = [*NINE, f"model.load={folder}/ckpt/iter_{STOP:07}"]
+    resume = [*NINE, f"model.load={folder}/ckpt/iter_{STOP:07}", f"training.save={folder}/fresh/ckpt"]
     fresh = train(folder / "fresh", trial, [*resume, "training.no_load_optim=true"])
     assert fresh[0]["loss"] == first[STOP]["loss"] and abs(fresh[-1]["loss"] / first[-1]["loss"] - 1) > 1e-5
 
