@@ -272,3 +272,33 @@ def train(folder: Path, trial: Trial, overrides: Sequence[str] = (), ranks: int 
     command = ["tangram", "train", str(file or trial.run_file), f"training.metrics_file={path}", *overrides]
     run(folder, command, ranks).succeeded()
     return metrics(path)
+
+
+def entry_flags(trial: Trial, folder: Path, changes: Mapping[str, Any] | None = None) -> list[str]:
+    """The run of ``run.yaml`` as Megatron-style launch flags with model.json and data.json; None leaves a flag out, True makes it a switch."""
+    from tangram.config.yaml_config import read_run
+
+    settings = read_run(trial.run_file)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(settings.model.config.model_dump_json())
+    (folder / "data.json").write_text(settings.data.model_dump_json())
+    training = settings.training
+    flags: dict[str, Any] = {
+        "--mm-model": folder / "model.json",
+        "--mm-data": folder / "data.json",
+        "--micro-batch-size": training.micro_batch_size,
+        "--global-batch-size": training.global_batch_size,
+        "--train-iters": training.train_iters,
+        "--lr": training.lr,
+        "--lr-decay-style": training.lr_decay_style,
+        "--lr-warmup-iters": training.lr_warmup_iters,
+        "--seq-length": training.seq_length,
+        "--seed": training.seed,
+        "--log-interval": 1,
+        "--calculate-per-token-loss": True,
+    }
+    words: list[str] = []
+    for name, value in {**flags, **(changes or {})}.items():
+        if value is not None:
+            words += [name] if value is True else [name, str(value)]
+    return words

