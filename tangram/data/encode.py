@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tangram.data.dataset import IMAGE_PLACEHOLDER, Conversation
 from tangram.data.images import Grid, ImageProcessor
 from tangram.data.template import Piece, Template
-from tangram.data.tokenizer import Tokenizer
+from tangram.data.tokenizer import PAD, Tokenizer
 from tangram.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class SampleEncoder:
 
     def blank(self) -> EncodedSample:
         """A row of one token without a label: it adds nothing to loss or gradients."""
-        return EncodedSample(id=-1, input_ids=[self.tokenizer.id("<|endoftext|>")], labels=[IGNORE], patches=[] if self.needs_pixels else None)
+        return EncodedSample(id=-1, input_ids=[self.tokenizer.id(PAD)], labels=[IGNORE], patches=[] if self.needs_pixels else None)
 
     def _count(self, grid: Grid) -> int:
         return self.images.tokens(grid) if self.images else 0
