@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,7 +92,7 @@ class Answerer:
         self._encode = SampleEncoder(self.tokenizer, get_template(family.template), images, cutoff=model.text_decoder.max_position_embeddings)
         self._collate = Collator(family.rope_index, model, self.tokenizer.id(PAD))
         self._end = self.tokenizer.id(TURN_END)
-        self.model = load_reference(hf_dir)
+        self.model: Any = load_reference(hf_dir)
 
     def answer(self, questions: Sequence[Question]) -> list[Answered]:
         """Answer all questions, in their order."""
@@ -123,11 +124,11 @@ class Answerer:
             last = batch["attention_mask"].sum(dim=1) - 1
             # The head runs on the last position of each row alone: its vocabulary is most of this model's work.
             tokens = self.model.lm_head(hidden[torch.arange(len(rows)), last]).argmax(dim=-1).tolist()
-            for row in sorted(open_rows):
-                if tokens[row] == self._end:
-                    open_rows.discard(row)
+            for number in sorted(open_rows):
+                if tokens[number] == self._end:
+                    open_rows.discard(number)
                 else:
-                    said[row].append(tokens[row])
+                    said[number].append(tokens[number])
             if not open_rows:
                 break
             for row, token in zip(rows, tokens, strict=True):
