@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -15,6 +16,11 @@ INTERRUPTED = 130
 GRACE_SECONDS = 1.0
 """Other ranks than 0 wait this long before they report: a fault that all ranks share ends the launch meanwhile, and prints once."""
 
+MACHINE_FAULTS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+)
+"""System errors whose mend is another path, its permissions, or free space."""
+
 before_leaving: list[Callable[[], object]] = []
 """Called between the report of a fault and the end of a launched process."""
 
@@ -22,7 +28,7 @@ before_leaving: list[Callable[[], object]] = []
 def guarded(program: str, action: Callable[[], int]) -> int:
     """Run ``action`` and return the exit status.
 
-    A TangramError prints ``PROGRAM: error: MESSAGE`` on stderr and gives 2, Ctrl-C gives 130, other exceptions keep their traceback.
+    A TangramError, or a system error of ``MACHINE_FAULTS``, prints ``PROGRAM: error: MESSAGE`` on stderr and gives 2, Ctrl-C gives 130, other exceptions keep their traceback.
     In a torchrun launch a failed rank leaves at once, without the interpreter's shutdown: that can wait for collectives which the
     other ranks never join.
     """
@@ -31,18 +37,20 @@ def guarded(program: str, action: Callable[[], int]) -> int:
         return action()
     except TangramError as error:
         status = USER_FAULT
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:
-            time.sleep(GRACE_SECONDS)
-        sys.stderr.write(f"{program}: error: {f'[rank {rank}] ' if rank else ''}{' '.join(str(error).split())}\n")
+        _report(program, str(error))
     except KeyboardInterrupt:
         status = INTERRUPTED
         sys.stderr.write(f"{program}: interrupted\n")
-    except Exception:
-        if not launched:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
+            status = USER_FAULT
+            place = f"{error.filename}: " if error.filename is not None else ""
+            _report(program, f"{place}{error.strerror}; check the path, its permissions and the free space")
+        elif not launched:
             raise
-        status = 1
-        traceback.print_exc()
+        else:
+            status = 1
+            traceback.print_exc()
     if launched:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -50,3 +58,10 @@ def guarded(program: str, action: Callable[[], int]) -> int:
             call()
         os._exit(status)
     return status
+
+
+def _report(program: str, message: str) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(GRACE_SECONDS)
+    sys.stderr.write(f"{program}: error: {f'[rank {rank}] ' if rank else ''}{' '.join(message.split())}\n")

@@ -87,6 +87,12 @@ def test_exit_status_by_kind_of_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded("prog", raising(ConfigError("two\nlines"))) == 2
     assert capsys.readouterr().err == "prog: error: two lines\n"
     assert guarded("prog", raising(KeyboardInterrupt())) == 130
+    capsys.readouterr()
+    assert guarded("prog", lambda: len(Path("/proc/nobody/file").read_bytes())) == 2
+    mend = "check the path, its permissions and the free space"
+    assert capsys.readouterr().err == f"prog: error: /proc/nobody/file: No such file or directory; {mend}\n"
+    assert guarded("prog", lambda: os.write(os.open("/dev/full", os.O_WRONLY), b"x")) == 2
+    assert capsys.readouterr().err == f"prog: error: No space left on device; {mend}\n"
     with pytest.raises(ZeroDivisionError):
         guarded("prog", raising(ZeroDivisionError()))
 

@@ -63,6 +63,7 @@ def test_a_folder_is_a_package_and_equal_names_stay_apart(tmp_path: Path) -> Non
         ({"bare/part.py": ""}, "bare", "the folder has no __init__.py"),
         ({"bad.py": "x = 1\nimport no_such_module_at_all"}, "bad.py", "bad.py, line 2: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ({"pkg/__init__.py": "from . import part", "pkg/part.py": "\n\n1 / 0"}, "pkg", "part.py, line 3: ZeroDivisionError: division by zero"),
+        ({"leaves.py": "import sys\nsys.exit(0)"}, "leaves.py", "leaves.py, line 2: SystemExit: 0"),
         ({"typo.py": "def f(:"}, "typo.py", r"SyntaxError: invalid syntax \(typo.py, line 1\)"),
         ({"again.py": FAMILY.format(name="qwen2_5_vl")}, "again.py", "model family 'qwen2_5_vl' is registered already"),
     ],

@@ -15,9 +15,9 @@ from tangram.errors import ConfigError, suggest
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are checked also when defaults, instances are frozen."""
+    """Base of every section: unknown keys are errors, values are checked also when defaults, numbers are finite, instances are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -78,7 +78,7 @@ class TrainingConfig(Section):
     seq_length: int = Field(default=1024, ge=1)
     """Longest sample, tokens; the data's cutoff."""
     train_iters: int = Field(default=1, ge=1)
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**32)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of parameters and activations; the optimizer keeps fp32 masters."""
     optimizer: Literal["adam"] = "adam"

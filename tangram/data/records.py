@@ -64,6 +64,8 @@ class JsonRecords:
             raise self._not_utf8(start + error.start) from None
         except json.JSONDecodeError as error:
             raise DataError(f"{self.path}: record {index} is not JSON any more ({error.msg}); the file changed after it was opened") from None
+        if b"\\u" in raw and not _is_text(record):
+            raise DataError(f"{self.path}: record {index} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; remove it")
         if not isinstance(record, dict):
             raise DataError(f"{self.path}: record {index} is a {type(record).__name__}; every record must be an object with messages")
         return record
@@ -102,6 +104,15 @@ class JsonRecords:
 
     def _not_utf8(self, offset: int) -> DataError:
         return DataError(f"{self.path}: line {line_of(self.path, offset)}: not UTF-8 at byte {offset}; save the file as UTF-8")
+
+
+def _is_text(record: Any) -> bool:
+    """Whether every string can be written as UTF-8."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Scanner:
@@ -152,6 +163,8 @@ class _Scanner:
                 into = error.pos - self._at
                 if not self._more():  # the value begins the window now
                     raise self.error(self._reason(error), into) from None
+            except (RecursionError, ValueError) as error:  # nested a thousand deep, or a number of thousands of digits
+                raise self.error(str(error)) from None
         span = (self._base + self._at, self._base + end)
         if one_line and "\n" in self._text[self._at : end]:
             raise self.error("a record that runs over several lines; write one record a line, or one array")

@@ -38,7 +38,7 @@ def _load(path: Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         for loaded in [n for n in sys.modules if n == name or n.startswith(f"{name}.")]:
             del sys.modules[loaded]
         raise ConfigError(f"plug-in {path}: {_place(error, package or source)}{type(error).__name__}: {' '.join(str(error).split())}") from error
@@ -56,7 +56,7 @@ def _entry_file(path: Path) -> Path:
     return path
 
 
-def _place(error: Exception, root: Path) -> str:
+def _place(error: BaseException, root: Path) -> str:
     """ "file.py, line 3: " of the innermost frame inside the plug-in, or nothing where the error says it itself."""
     inside = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(root)]
     return f"{Path(inside[-1].filename).name}, line {inside[-1].lineno}: " if inside else ""

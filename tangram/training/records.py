@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tangram.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -76,10 +78,15 @@ class MetricsFile:
 
     JSON has no NaN or infinity, so they are written as the strings "nan", "inf" and "-inf". Records of steps that a resumed run is going to
     repeat are cut off.
+
+    Raises:
+        ConfigError: ``path`` is a folder or a device, which the new file would replace.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"metrics_file {path}: {'a folder' if path.is_dir() else 'no regular file'}; give the path of a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step] if resumed_step and path.exists() else []
         temporary = path.with_name(path.name + ".tmp")

@@ -37,6 +37,12 @@ def test_words_for_numbers_name_the_key(files: Files) -> None:
         read_run(files.run_file(RUN.replace("train_iters: 10", "train_iters: yes")))
 
 
+@pytest.mark.parametrize("setting", ["lr=.inf", "lr=inf", "weight_decay=.inf", "clip_grad=nan", "adam_eps=.inf", f"seed={2**32}"])
+def test_numbers_that_no_run_can_use(files: Files, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run.yaml: training.{setting.split('=')[0]}: Input should be "):
+        read_run(files.run_file(RUN), [f"training.{setting}"])
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

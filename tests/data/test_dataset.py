@@ -81,6 +81,8 @@ def test_bytes_that_are_not_utf8_name_file_and_line(tmp_path: Path) -> None:
         ('[{"a": 1},\n {"a": ', "line 2: not a JSON dataset: Expecting value"),
         ('{\n "a": 1\n}', "runs over several lines"),
         ('[{"a": 1}, {"b" 2},\n\n\n\n\n\n{"c": 3}]', "line 1: not a JSON dataset: Expecting ':' delimiter"),
+        ("[" * 100_000, "line 1: not a JSON dataset: maximum recursion depth exceeded"),
+        ('[{"messages": ' + "9" * 5000 + "}]", "line 1: not a JSON dataset: Exceeds the limit"),
         ("hello", "line 1: not a JSON dataset: Expecting value; the file must be one array or one object a line"),
     ],
 )
@@ -89,6 +91,18 @@ def test_damaged_files_name_the_line(tmp_path: Path, text: str, message: str) ->
     path.write_text(text)
     with pytest.raises(DataError, match=message.replace("[", r"\[")):
         dataset(str(path))
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    turn = '{"role": "%s", "content": "%s"}'
+    path = tmp_path / "half.json"
+    for text, fine in ((r"\ud83d\ude00", True), (r"\ud83d", False)):
+        path.write_text(f'[{{"messages": [{turn % ("user", text)}, {turn % ("assistant", "a")}]}}]')
+        if fine:
+            assert dataset(str(path))[0].messages[0].content == "\U0001f600"
+        else:
+            with pytest.raises(DataError, match=r"half\.json: record 0 holds half of a surrogate pair"):
+                dataset(str(path))[0]
 
 
 @pytest.mark.parametrize("text", ["[]", "", " \n", "\ufeff[ ]"])

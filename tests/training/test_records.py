@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tangram.errors import ConfigError
 from tangram.training.records import MetricsFile, StepRecord, log_line
 
 RECORD = StepRecord(
@@ -88,3 +90,12 @@ def test_a_resumed_run_cuts_off_what_it_will_repeat(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 2.5), (2, 2.5), (3, 2.5), (4, 9.0)]
     MetricsFile(path)
     assert path.read_text() == "", "a run from step 0 begins anew"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """A run as root that names /dev/null would otherwise put a file in its place."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe", "no regular file")):
+        with pytest.raises(ConfigError, match=f"metrics_file {path}: {kind}; give the path of a file"):
+            MetricsFile(path)
+    assert (tmp_path / "pipe").is_fifo()
