@@ -28,7 +28,8 @@ before_leaving: list[Callable[[], object]] = []
 def guarded(program: str, action: Callable[[], int]) -> int:
     """Run ``action`` and return the exit status.
 
-    A TangramError, or a system error of ``MACHINE_FAULTS``, prints ``PROGRAM: error: MESSAGE`` on stderr and gives 2, Ctrl-C gives 130, other exceptions keep their traceback.
+    A TangramError, or a system error of ``MACHINE_FAULTS``, prints ``PROGRAM: error: MESSAGE`` on stderr and gives 2, Ctrl-C gives 130,
+    other exceptions keep their traceback.
     In a torchrun launch a failed rank leaves at once, without the interpreter's shutdown: that can wait for collectives which the
     other ranks never join.
     """
