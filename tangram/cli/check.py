@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own_parser() -> argparse.ArgumentParser:
-    from tangram.config.flags import FlagParser
+    from tangram.config.flag_parser import FlagParser
 
     parser = FlagParser(
         prog="tangram check",
