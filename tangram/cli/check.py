@@ -21,16 +21,16 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was checked and the split; 2 where something is wrong."""
+    options, words = _own_parser().parse_known_args(args.words)
     from tangram.config.preflight import check_run
 
-    options, words = _own_parser().parse_known_args(args.words)
     report = check_run(_read(words), _world_size(options.world_size))
     _show(report)
     return 2 if report.errors else 0
 
 
 def _own_parser() -> argparse.ArgumentParser:
-    from tangram.config.flags import FlagParser
+    from tangram.config.flag_parser import FlagParser
 
     parser = FlagParser(
         prog="tangram check",

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from tangram.config.flag_parser import FlagParser
 from tangram.config.flag_table import BUILT_IN, CHECKED, REFUSED, WORKS
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import parse_section
@@ -28,13 +29,6 @@ class ParsedFlags:
 
     run: RunConfig
     namespace: argparse.Namespace
-
-
-class FlagParser(argparse.ArgumentParser):
-    """ArgumentParser that raises ConfigError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"flags: {message}")
 
 
 def build_parser() -> argparse.ArgumentParser:

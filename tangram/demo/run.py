@@ -247,7 +247,13 @@ def _write_report(folder: Path, recipe: Recipe, data: DemoData, found: Findings)
         "scores": {s.kind: {**asdict(s), "accuracy": s.accuracy, "better_than_majority": s.sees} for s in found.scores},
         "checks": [asdict(check) for check in found.checks],
         "answers": [
-            {"image": str(a.question.image), "kind": a.question.kind, "question": a.question.text, "answer": a.said, "truth": a.question.answer}
+            {
+                "image": os.path.relpath(a.question.image, folder),
+                "kind": a.question.kind,
+                "question": a.question.text,
+                "answer": a.said,
+                "truth": a.question.answer,
+            }
             for a in [*found.answers, *found.photos]
         ],
     }

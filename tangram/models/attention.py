@@ -8,11 +8,13 @@ A sequence may hold several segments that must not see each other: frames or win
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -111,16 +113,19 @@ class SegmentAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[rows, heads, s, d] each; key and value may have fewer heads."""
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal and mask is None,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks hold different heads, so each drops by a generator of its own.
+        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+            return scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=self.causal and mask is None,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
 
 
 _WHOLE = SegmentPlan()

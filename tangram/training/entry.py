@@ -20,6 +20,7 @@ from rich.progress import Progress as ProgressBar
 from tangram.backends.engine import Batch
 from tangram.backends.megatron.engine import ChunkBuilder, MegatronEngine
 from tangram.backends.megatron.forward import ForwardStep
+from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.backends.megatron.parallel import shutdown
 from tangram.backends.megatron.settings import DTYPES
@@ -213,6 +214,7 @@ def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointMa
         engine.chunks,
         engine.canonical_shapes,
         MegatronOptimizerState(engine.optimizer, [local.parameters for local in engine.chunks]),
+        MegatronGenerators(),
         no_save_optim=training.no_save_optim,
         no_save_rng=training.no_save_rng,
         no_load_optim=training.no_load_optim,

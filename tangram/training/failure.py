@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from types import TracebackType
@@ -44,7 +45,9 @@ class SharedFailure:
         try:
             first = self._store.add(self._key, 1) == 1
         except dist.DistError:
-            return  # the store went with the rank that held it
+            # The store went with the process that held it: this failure only follows from another's.
+            sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] leaves, since another process has ended\n")
+            os._exit(FAILED)
         if not first:
             time.sleep(LEAVE_SECONDS)
             os._exit(FAILED)

@@ -44,7 +44,7 @@ FAULTS = {
     "missing directory": ([CONVERTER, "hf_to_mm", *HF[:3], "/nowhere/hf"], "--cfg.hf_config.hf_dir: /nowhere/hf: no such directory"),
     "broken list": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[12,16"], f"{LAYERS}: [12,16 is not a list of layers; write [12,16] or [[12,16]]"),
     "words in a list": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[1,x]"], f"{LAYERS}: ", "is not a list of layers"),
-    "negative layers": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[5,-1]"], "llm_pp_layers: -1 in [5, -1] is not a number of layers"),
+    "negative layers": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[5,-1]"], "llm_pp_layers: layers per stage: -1 in [5, -1] is not a number of layers"),
     "wrong sum": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[[2,1]]"], "llm_pp_layers [2, 1] sums to 3, but the model has 4 layers"),
     "wrong sum of one stage": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[[3]]"], "llm_pp_layers [3] sums to 3, but the model has 4 layers"),
     "an empty stage": ([CONVERTER, "hf_to_mm", *HF, LAYERS, "[2,2,0]"], "[2, 2, 0]", "pipeline rank 2, virtual stage 0 holds no layer"),

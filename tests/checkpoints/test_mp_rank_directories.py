@@ -122,7 +122,7 @@ def test_a_damaged_manifest_is_refused(pair, key):
     content = json.loads(file.read_text())
     del content[key]
     file.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=rf"tangram_manifest.json: {key}: Field required.*convert again"):
+    with pytest.raises(CheckpointError, match=rf"tangram_manifest.json: {key} is missing.*convert again"):
         load(hf, mm, split(**SAME))
 
 

@@ -29,9 +29,9 @@ TEXT = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_process() -> Iterator[None]:
-    """Parallel state of one process, all parallel sizes 1."""
+    """Parallel state of one process, all parallel sizes 1; gone after the module, since other tests fork."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)

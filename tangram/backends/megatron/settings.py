@@ -8,7 +8,6 @@ import torch
 
 from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
-from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -28,16 +27,10 @@ def freeze_arguments(model: ModelConfig) -> dict[str, bool]:
 
 
 def ddp_config(run: RunConfig) -> DistributedDataParallelConfig:
-    """Gradients are summed in fp32 over data-parallel ranks.
-
-    Raises:
-        ConfigError: overlap_param_gather without what it stands on.
-    """
+    """Gradients are summed in fp32 over data-parallel ranks."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     parallel = run.parallel
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        raise ConfigError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce; turn both on or it off")
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
