@@ -33,6 +33,15 @@ def test_error_against_a_zero_reference_is_the_norm_itself():
     assert compare(observation(a=[0.0, 0.0]), observation(a=[0.0, 0.0]), MASK, 1e-5).passed
 
 
+def test_what_cancellation_leaves_of_a_gradient_may_differ_by_rounding_and_no_more():
+    """Beside gradients of norm 5 a difference of 5 * 2^-23 = 6e-7 is rounding, one of 1e-6 is not."""
+    large = {"a": [3.0, 4.0], "b": [4.0, 3.0]}
+    assert compare(observation(**large, c=[5e-7]), observation(**large, c=[1e-8]), MASK, 1e-5).passed
+    assert compare(observation(**large, c=[5e-7]), observation(**large, c=[0.0]), MASK, 1e-5).passed
+    assert not compare(observation(**large, c=[1e-6]), observation(**large, c=[1e-8]), MASK, 1e-5).passed
+    assert not compare(observation(**large, c=[math.nan]), observation(**large, c=[1e-8]), MASK, 1e-5).passed
+
+
 def test_error_is_computed_in_double_precision():
     reference = torch.full((1_000_000,), 1.0)
     assert relative_error(reference * (1 + 2**-20), reference) == pytest.approx(2**-20, rel=1e-6)
