@@ -89,7 +89,7 @@ def fill(layout: LocalTensor, target: torch.Tensor, source: CanonicalReader, *, 
                     f"{block.canonical}: the checkpoint holds {show(dtype)} but the parameter {layout.name} is {show(target.dtype)}; "
                     f"build the model in {show(dtype)}, or ask for the cast"
                 )
-            target[block.local_slices].copy_(source.read(block.canonical, block.canonical_start, block.shape))
+            target[block.local_slices].copy_(block.to_local(source.read(block.canonical, block.canonical_start, block.canonical_shape)))
             moved += block.numel
     return moved
 
@@ -146,7 +146,7 @@ class LocalSource:
                 raise CheckpointError(
                     f"{where}: {layout.name} is {show(tensor.dtype)} but other parts of {block.canonical} are {show(dtypes[block.canonical])}"
                 )
-            self._owners[block.canonical][_rectangle(block)].append(_Owner(where, tensor[block.local_slices]))
+            self._owners[block.canonical][_rectangle(block)].append(_Owner(where, block.to_canonical(tensor[block.local_slices])))
 
     def names(self) -> Mapping[str, TensorInfo]:
         return self._infos
@@ -181,7 +181,7 @@ class LocalSource:
 
 
 def _rectangle(block: Block) -> tuple[Shape, Shape]:
-    return block.canonical_start, block.shape
+    return block.canonical_start, block.canonical_shape
 
 
 def _agreed(name: str, holders: list[_Owner], start: Shape, shape: Shape) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Piece:
 
 def block_piece(block: Block, local: torch.Tensor) -> Piece:
     """The part of a local tensor that ``block`` describes."""
-    return Piece(block.canonical_start, local[block.local_slices])
+    return Piece(block.canonical_start, block.to_canonical(local[block.local_slices]))
 
 
 def flat_pieces(block: Block, local_shape: Shape, start: int, flat: torch.Tensor) -> Iterator[Piece]:
@@ -97,8 +97,7 @@ def flat_pieces(block: Block, local_shape: Shape, start: int, flat: torch.Tensor
         if held is not None:
             view = flat[position : position + size].view(run.shape)
             inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(held.start, run.start, held.shape, strict=True))
-            canonical = tuple(a - b + c for a, b, c in zip(held.start, block.local_start, block.canonical_start, strict=True))
-            yield Piece(canonical, view[inside])
+            yield Piece(block.part(held.start, held.shape).canonical_start, block.to_canonical(view[inside]))
         position += size
 
 

@@ -91,7 +91,7 @@ def load_hf(
 def _embedding_rows(placements: Iterable[Placement], embedding: str | None) -> list[tuple[Shape, Shape]]:
     """The rectangles of the embedding that this rank's word embeddings hold; tied copies are left to the owner."""
     return [
-        (block.canonical_start, block.shape)
+        (block.canonical_start, block.canonical_shape)
         for placement in placements
         for layout in placement.tensors.values()
         if not layout.rule.tied

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
 
 from tangram.errors import PlacementError, name_some
 from tangram.placement.table import Rule, Shape, Source
 from tangram.placement.topology import Chunk, Topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Block:
     """A rectangle of a local parameter and the rectangle of a canonical tensor that it equals.
 
-    Both have ``shape``. ``canonical`` None is padding: zeros on load, dropped on export, no gradient.
+    ``canonical`` None is padding: zeros on load, dropped on export, no gradient. ``stacked``: the canonical rectangle is
+    ``[1, in, out]`` of a stack of experts and equals the local ``[out, in]`` transposed; else both have ``shape``.
     """
 
     local: str
@@ -22,6 +28,13 @@ class Block:
     canonical: str | None
     canonical_start: Shape
     shape: Shape
+    """Of the local rectangle."""
+    stacked: bool = False
+
+    @property
+    def canonical_shape(self) -> Shape:
+        """Of the canonical rectangle."""
+        return (1, self.shape[1], self.shape[0]) if self.stacked else self.shape
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
@@ -29,14 +42,31 @@ class Block:
 
     @property
     def canonical_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.canonical_start, self.shape, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(self.canonical_start, self.canonical_shape, strict=True))
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
+
+    def part(self, start: Shape, shape: Shape) -> Block:
+        """The block of a rectangle inside this one.
+
+        Args:
+            start: in the local parameter.
+        """
+        offset = tuple(a - b for a, b in zip(start, self.local_start, strict=True))
+        if self.stacked:
+            offset = (0, offset[1], offset[0])
+        moved = tuple(a + b for a, b in zip(self.canonical_start, offset, strict=True))
+        return replace(self, local_start=start, canonical_start=moved, shape=shape)
+
+    def to_local(self, canonical: Tensor) -> Tensor:
+        """The canonical rectangle's values as the local one has them, a view."""
+        return canonical[0].T if self.stacked else canonical
+
+    def to_canonical(self, local: Tensor) -> Tensor:
+        """The local rectangle's values as the canonical one has them, a view."""
+        return local.T[None] if self.stacked else local
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,7 @@ class Placement:
     chunk: Chunk
     tp_rank: int
     tensors: dict[str, LocalTensor]
+    ep_rank: int = 0
 
     @property
     def blocks(self) -> Iterator[Block]:
@@ -79,9 +110,13 @@ def canonical_shapes(table: Sequence[Rule], topology: Topology) -> dict[str, Sha
     shapes: dict[str, Shape] = {}
     layers = {"vision": topology.vision_layers, "text": topology.text_layers}
     for rule in table:
-        numbers = range(layers[rule.component]) if rule.place == "layer" else (0,)
-        if layers[rule.component] == 0:
+        count = layers[rule.component]
+        if count == 0:
             continue
+        if rule.layers is not None:
+            numbers = range(len(rule.layers))
+        else:
+            numbers = range(count) if rule.place in ("layer", "expert") else range(1)
         for i in numbers:
             for source in rule.sources:
                 name = source.name.format(i=i)
@@ -90,57 +125,87 @@ def canonical_shapes(table: Sequence[Rule], topology: Topology) -> dict[str, Sha
     return shapes
 
 
-def place(table: Sequence[Rule], topology: Topology, tp_rank: int, chunk: Chunk) -> Placement:
-    """Lay out one chunk of one tensor-parallel rank.
+def place(table: Sequence[Rule], topology: Topology, tp_rank: int, chunk: Chunk, ep_rank: int = 0) -> Placement:
+    """Lay out one chunk of one rank.
+
+    Args:
+        tp_rank: below ``topology.tensor_ranks``.
+        ep_rank: below ``topology.expert``.
 
     Raises:
         PlacementError: a size does not divide, naming the canonical tensor.
     """
     tensors: dict[str, LocalTensor] = {}
     for rule in table:
-        layers = chunk.vision if rule.component == "vision" else chunk.text
-        first = chunk.vision_first if rule.component == "vision" else chunk.text_first
-        last = chunk.vision_last if rule.component == "vision" else chunk.text_last
-        if rule.place == "layer":
-            numbers = list(enumerate(layers))
-        elif (rule.place == "first" and first) or (rule.place == "last" and last):
-            numbers = [(0, 0)]
-        else:
-            numbers = []
-        if rule.tied and topology.text_first_chunk is topology.text_last_chunk:
-            numbers = []
-        for local_number, number in numbers:
-            name = rule.local.format(i=local_number)
-            if name in tensors:
-                raise PlacementError(f"tensor table has two rules for the local parameter {name}")
-            tensors[name] = _lay_out(rule, name, number, topology.tensor, tp_rank)
-    return Placement(chunk=chunk, tp_rank=tp_rank, tensors=tensors)
+        tp_size = topology.tensor_of(rule.component)
+        for local_number, number in _numbers(rule, topology, chunk):
+            for local_expert, expert in enumerate(_experts(rule, topology, ep_rank)):
+                name = rule.local.format(i=local_number, e=local_expert)
+                if name in tensors:
+                    raise PlacementError(f"tensor table has two rules for the local parameter {name}")
+                tensors[name] = _lay_out(rule, name, number, expert, tp_size, tp_rank % tp_size)
+    return Placement(chunk=chunk, tp_rank=tp_rank, tensors=tensors, ep_rank=ep_rank)
 
 
-def _lay_out(rule: Rule, name: str, number: int, tp_size: int, tp_rank: int) -> LocalTensor:
+def _numbers(rule: Rule, topology: Topology, chunk: Chunk) -> list[tuple[int, int]]:
+    """Layer numbers of a rule's parameters on a chunk: in the local name and in the sources' names."""
+    vision = rule.component == "vision"
+    if rule.tied and topology.text_first_chunk is topology.text_last_chunk:
+        return []
+    if rule.place in ("first", "last"):
+        first, last = (chunk.vision_first, chunk.vision_last) if vision else (chunk.text_first, chunk.text_last)
+        return [(0, 0)] if (first if rule.place == "first" else last) else []
+    layers = chunk.vision if vision else chunk.text
+    if rule.layers is None:
+        return list(enumerate(layers))
+    return [(layer - layers.start, number) for number, layer in enumerate(rule.layers) if layer in layers]
+
+
+def _experts(rule: Rule, topology: Topology, ep_rank: int) -> range:
+    """Numbers of the experts that a rank holds; one for what is no expert."""
+    if rule.place != "expert":
+        return range(1)
+    if rule.experts % topology.expert:
+        raise PlacementError(
+            f"{rule.sources[0].name}: {rule.experts} experts are not divisible by expert-parallel size {topology.expert}; "
+            "choose a size that divides it"
+        )
+    share = rule.experts // topology.expert
+    return range(ep_rank * share, (ep_rank + 1) * share)
+
+
+def _lay_out(rule: Rule, name: str, number: int, expert: int, tp_size: int, tp_rank: int) -> LocalTensor:
     axis = rule.layout.axis
-    full = rule.sources[0].shape
-    names = [source.name.format(i=number) for source in rule.sources]
+    full = rule.sources[0].view_shape
+    sources = tuple(replace(source, name=source.name.format(i=number)) for source in rule.sources)
     try:
-        runs = rule.layout.runs([source.shape[axis] for source in rule.sources], tp_size, tp_rank)
+        runs = rule.layout.runs([source.view_shape[axis] for source in sources], tp_size, tp_rank)
     except PlacementError as error:
-        raise PlacementError(f"{names[0]}: {error}") from None
+        raise PlacementError(f"{sources[0].name}: {error}") from None
     blocks = []
     offset = 0
     for run in runs:
+        source = None if run.source is None else sources[run.source]
+        stacked = source is not None and source.stacked
         local_start = tuple(offset if dim == axis else 0 for dim in range(len(full)))
         start = tuple(run.start if dim == axis else 0 for dim in range(len(full)))
         shape = tuple(run.length if dim == axis else size for dim, size in enumerate(full))
-        blocks.append(Block(name, local_start, None if run.source is None else names[run.source], start, shape))
+        if stacked:
+            start = (expert, start[1], start[0])
+        blocks.append(Block(name, local_start, source.name if source else None, start, shape, stacked))
         offset += run.length
     local_shape = tuple(offset if dim == axis else size for dim, size in enumerate(full))
-    sources = tuple(Source(canonical, source.shape) for canonical, source in zip(names, rule.sources, strict=True))
     return LocalTensor(name=name, shape=local_shape, blocks=tuple(blocks), rule=rule, sources=sources)
 
 
 def place_all(table: Sequence[Rule], topology: Topology) -> list[Placement]:
-    """Placements of every tensor-parallel rank and every chunk, in order of execution."""
-    return [place(table, topology, tp_rank, chunk) for chunk in topology.order for tp_rank in range(topology.tensor)]
+    """Placements of every rank and every chunk, in order of execution."""
+    return [
+        place(table, topology, tp_rank, chunk, ep_rank)
+        for chunk in topology.order
+        for tp_rank in range(topology.tensor_ranks)
+        for ep_rank in range(topology.expert)
+    ]
 
 
 def check_names(found: Sequence[str], expected: Sequence[str], where: str) -> None:

@@ -56,7 +56,7 @@ def prove(placements: Sequence[Placement], shapes: Mapping[str, Shape]) -> None:
                     continue
                 if block.canonical not in shapes:
                     raise PlacementError(f"{tensor.name}: its source {block.canonical} is not a tensor of the model")
-                owners[block.canonical].append((block.canonical_start, block.shape))
+                owners[block.canonical].append((block.canonical_start, block.canonical_shape))
     lost = []
     for name, shape in shapes.items():
         boxes = owners.get(name)
@@ -75,7 +75,7 @@ def prove_table(table: Sequence[Rule], topology: Topology) -> dict[str, Shape]:
 
 def distinct_elements(placements: Sequence[Placement]) -> int:
     """Canonical elements that the placements hold, replicas and tied copies counted once."""
-    seen = {(b.canonical, b.canonical_start, b.shape): b.numel for p in placements for b in p.blocks if b.canonical is not None}
+    seen = {(b.canonical, b.canonical_start, b.canonical_shape): b.numel for p in placements for b in p.blocks if b.canonical is not None}
     return sum(seen.values())
 
 

@@ -4,7 +4,8 @@ A table is a list of ``Rule``; each pairs one local parameter (or one per layer)
 layout that orders and splits their rows. The table is the only description of how weights are laid out: conversion, loading,
 export, checkpoints, init and alignment all run off it, in both directions.
 
-Patterns hold ``{i}`` where the layer number stands: global in canonical names, local to the chunk in local names.
+Patterns hold ``{i}`` where the layer number stands: global in canonical names, local to the chunk in local names; local names of
+experts hold ``{e}`` for the expert's number on its rank.
 """
 
 from __future__ import annotations
@@ -94,6 +95,18 @@ class GatedSplit:
 
 
 @dataclass(frozen=True)
+class PackedGatedSplit:
+    """One tensor ``[gate; up]`` whose halves are split and concatenated on every rank, as ``GatedSplit``."""
+
+    axis: int = 0
+
+    def runs(self, rows: Sequence[int], tp_size: int, tp_rank: int) -> list[Run]:
+        half = rows[0] // 2
+        share = even_share(half, tp_size, "feed-forward size")
+        return [Run(0, part * half + tp_rank * share, share) for part in range(2)]
+
+
+@dataclass(frozen=True)
 class GroupedQKV:
     """Separate q, k and v, interleaved by key/value group: ``q of group 0, k0, v0, q of group 1, ...``; ranks take whole groups."""
 
@@ -150,10 +163,22 @@ def padded_vocabulary(vocab_size: int, tp_size: int, divisible_by: int = 1) -> i
 
 @dataclass(frozen=True)
 class Source:
-    """A canonical tensor: name (or pattern with ``{i}``) and shape."""
+    """A canonical tensor: name (or pattern with ``{i}``) and shape.
+
+    ``stacked``: the tensor is ``[experts, in, out]`` and a local parameter is made of one expert's matrix, transposed to ``[out, in]``.
+    """
 
     name: str
     shape: Shape
+    stacked: bool = False
+
+    @property
+    def view_shape(self) -> Shape:
+        """What layouts see: the shape of the tensor, or of one expert's transposed matrix."""
+        return (self.shape[2], self.shape[1]) if self.stacked else self.shape
+
+
+Place = Literal["layer", "expert", "first", "last"]
 
 
 @dataclass(frozen=True)
@@ -165,16 +190,24 @@ class Rule:
         sources: the canonical tensors that it is made of.
         layout: how their rows are ordered and split.
         component: whose layer list decides the stage.
-        place: ``layer``: one per layer, on the stage that holds the layer; ``first`` or ``last``: on the stage with the component's
-            first or last layer.
+        place: ``layer``: one per layer, on the stage that holds the layer; ``expert``: one per layer and expert, on the expert-parallel
+            ranks that hold the expert; ``first`` or ``last``: on the stage with the component's first or last layer.
         init: what a fresh model holds.
         tied: a second copy of tensors that another rule owns, built only where the owner is in another chunk.
+        layers: global numbers of the only layers that have the parameter; ``{i}`` of its sources then counts along this tuple. None: all
+            layers have it.
     """
 
     local: str
     sources: tuple[Source, ...]
     layout: Layout
     component: Component
-    place: Literal["layer", "first", "last"] = "layer"
+    place: Place = "layer"
     init: Init = "normal"
     tied: bool = False
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 1 for what is no expert."""
+        return self.sources[0].shape[0] if self.place == "expert" else 1

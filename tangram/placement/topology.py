@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tangram.errors import ConfigError
 
@@ -74,15 +75,21 @@ class Topology:
         tensor: tensor-parallel size.
         vision: layers of the vision encoder per stage, ``[vpp][pp]``; all zero for a model without one.
         text: layers of the text decoder per stage, ``[vpp][pp]``.
+        expert: expert-parallel size.
+        vision_tensor: tensor-parallel size of the vision encoder and the projector where it is another; None: ``tensor``. The component
+            with the smaller size repeats its parts: rank r holds part r modulo the size.
 
     Raises:
-        ConfigError: sizes below 1, grids of different shape, the text decoder empty, a stage of vision layers after the first text layer, a
-            gap inside a component, or a pipeline rank that holds no layer at all.
+        ConfigError: sizes below 1, a tensor-parallel size that is no multiple of the other, grids of different shape, the text decoder
+            empty, a stage of vision layers after the first text layer, a gap inside a component, or a pipeline rank that holds no layer at
+            all.
     """
 
     tensor: int = 1
     vision: LayerGrid = ((0,),)
     text: LayerGrid = ((1,),)
+    expert: int = 1
+    vision_tensor: int | None = None
     _chunks: tuple[Chunk, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
@@ -107,8 +114,18 @@ class Topology:
         return self._chunks
 
     @property
+    def tensor_ranks(self) -> int:
+        """Ranks of one stage that hold different parts of the model, experts aside."""
+        return max(self.tensor, self.tensor_of("vision"))
+
+    def tensor_of(self, component: Literal["vision", "text"]) -> int:
+        """Tensor-parallel size of a component."""
+        return self.vision_tensor or self.tensor if component == "vision" else self.tensor
+
+    @property
     def model_parallel_size(self) -> int:
-        return self.tensor * self.pipeline
+        """Ranks that hold the model once, experts aside."""
+        return self.tensor_ranks * self.pipeline
 
     @classmethod
     def build(
@@ -119,6 +136,8 @@ class Topology:
         tensor: int = 1,
         vit_pp_layers: Sequence[int] | Sequence[Sequence[int]] | None = None,
         llm_pp_layers: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        expert: int = 1,
+        vision_tensor: int | None = None,
     ) -> Topology:
         """Build a topology from layer lists as users write them, and check them against the model.
 
@@ -142,11 +161,18 @@ class Topology:
             total = sum(map(sum, grid))
             if total != layers:
                 raise ConfigError(f"{what} {_show(grid)} sums to {total}, but the model has {layers} layers; correct the list")
-        return cls(tensor=tensor, vision=vision, text=text)
+        return cls(tensor=tensor, vision=vision, text=text, expert=expert, vision_tensor=vision_tensor)
 
     def __post_init__(self) -> None:
-        if self.tensor < 1:
-            raise ConfigError(f"tensor-parallel size {self.tensor} must be at least 1")
+        for what, size in (("tensor", self.tensor), ("expert", self.expert), ("vision tensor", self.tensor_of("vision"))):
+            if size < 1:
+                raise ConfigError(f"{what}-parallel size {size} must be at least 1")
+        small, large = sorted((self.tensor, self.tensor_of("vision")))
+        if large % small:
+            raise ConfigError(
+                f"tensor-parallel size {self.tensor_of('vision')} of the vision encoder and {self.tensor} of the text decoder: {large} is no "
+                f"multiple of {small}, so ranks cannot share them; choose sizes of which one divides the other"
+            )
         if self.text_layers == 0:
             raise ConfigError(f"llm_pp_layers {_show(self.text)} holds no layer")
         object.__setattr__(self, "_chunks", tuple(self._lay_out()))

@@ -38,7 +38,8 @@ def component_sizes(model: ModelConfig, table: list[Rule], topology: Topology) -
                 owners[block.canonical] = _component(tensor.name)
     for rule in table:
         layers = topology.vision_layers if rule.component == "vision" else topology.text_layers
-        for i in range(layers if rule.place == "layer" else 1):
+        numbers = layers if rule.layers is None else len(rule.layers)
+        for i in range(numbers if rule.place in ("layer", "expert") else 1):
             for source in rule.sources:
                 seen[source.name.format(i=i)] = prod(source.shape)
     frozen = _frozen(model)

@@ -305,7 +305,7 @@ class MegatronEngine:
                 for block in tensor.blocks:
                     if block.canonical is not None:
                         shape = self.canonical_shapes[block.canonical]
-                        yield CanonicalTensor(block.canonical, block.canonical_start, shape, whole[block.local_slices])
+                        yield CanonicalTensor(block.canonical, block.canonical_start, shape, block.to_canonical(whole[block.local_slices]))
 
 
 def _family_table(model: ModelConfig, padded_vocab: int) -> list[Rule]:
