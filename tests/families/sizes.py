@@ -11,16 +11,10 @@ Lists = tuple[list[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """One published model.
-
-    Args:
-        tensors: tensor-parallel sizes of 1, 2, 4, 8 that divide it.
-        splits: pipeline lists beside the single stage.
-    """
+    """One published model; ``splits`` are its pipeline lists beside the single stage."""
 
     family: str
     hf: dict[str, Any]
-    tensors: tuple[int, ...]
     splits: tuple[Lists, ...]
 
 
@@ -122,21 +116,18 @@ VIRTUAL_28: Lists = ([[10, 10, 10, 2], [0, 0, 0, 0], [0, 0, 0, 0]], [[0, 0, 0, 1
 LONG_72B: Lists = ([32, 0, 0, 0], [6, 25, 25, 24])
 
 SIZES = {
-    "qwen2_vl-2b": Size("qwen2_vl", qwen2_vl(1536, 28, 12, 2, 8960, 151936, True), (1, 2), (([32, 0, 0, 0], [1, 10, 10, 7]), VIRTUAL_28)),
-    "qwen2_vl-7b": Size("qwen2_vl", qwen2_vl(3584, 28, 28, 4, 18944, 152064, False), (1, 2, 4), (([32, 0, 0, 0], [1, 10, 10, 7]), VIRTUAL_28)),
-    "qwen2_vl-72b": Size(
-        "qwen2_vl", qwen2_vl(8192, 80, 64, 8, 29568, 152064, False), (1, 2, 4, 8), ((FIRST_OF_8, [5, 11, 11, 11, 11, 11, 11, 9]), LONG_72B)
-    ),
+    "qwen2_vl-2b": Size("qwen2_vl", qwen2_vl(1536, 28, 12, 2, 8960, 151936, True), (([32, 0, 0, 0], [1, 10, 10, 7]), VIRTUAL_28)),
+    "qwen2_vl-7b": Size("qwen2_vl", qwen2_vl(3584, 28, 28, 4, 18944, 152064, False), (([32, 0, 0, 0], [1, 10, 10, 7]), VIRTUAL_28)),
+    "qwen2_vl-72b": Size("qwen2_vl", qwen2_vl(8192, 80, 64, 8, 29568, 152064, False), ((FIRST_OF_8, [5, 11, 11, 11, 11, 11, 11, 9]), LONG_72B)),
     "qwen2_5_vl-3b": Size(
         "qwen2_5_vl",
         qwen2_5_vl(2048, 36, 16, 2, 11008, 3420, 151936, True),
-        (1, 2),
         (([20, 12], [0, 36]), ([[20, 12], [0, 0]], [[0, 6], [14, 16]])),
     ),
-    "qwen2_5_vl-7b": Size("qwen2_5_vl", qwen2_5_vl(3584, 28, 28, 4, 18944, 3420, 152064, False), (1, 2, 4), (([32, 0], [12, 16]), VIRTUAL_28)),
-    "qwen2_5_vl-32b": Size("qwen2_5_vl", qwen2_5_vl(5120, 64, 40, 8, 27648, 3456, 152064, False), (1, 2, 4, 8), ((FIRST_OF_8, [1] + [9] * 7),)),
+    "qwen2_5_vl-7b": Size("qwen2_5_vl", qwen2_5_vl(3584, 28, 28, 4, 18944, 3420, 152064, False), (([32, 0], [12, 16]), VIRTUAL_28)),
+    "qwen2_5_vl-32b": Size("qwen2_5_vl", qwen2_5_vl(5120, 64, 40, 8, 27648, 3456, 152064, False), ((FIRST_OF_8, [1] + [9] * 7),)),
     "qwen2_5_vl-72b": Size(
-        "qwen2_5_vl", qwen2_5_vl(8192, 80, 64, 8, 29568, 3456, 152064, False), (1, 2, 4, 8), ((FIRST_OF_8, [6, 11, 11, 11, 11, 11, 11, 8]), LONG_72B)
+        "qwen2_5_vl", qwen2_5_vl(8192, 80, 64, 8, 29568, 3456, 152064, False), ((FIRST_OF_8, [6, 11, 11, 11, 11, 11, 11, 8]), LONG_72B)
     ),
-    "llava-7b": Size("llava", LLAVA_7B, (1, 2, 4, 8), (([24, 0], [13, 19]), ([[16, 8], [0, 0]], [[0, 4], [15, 13]]))),
+    "llava-7b": Size("llava", LLAVA_7B, (([24, 0], [13, 19]), ([[16, 8], [0, 0]], [[0, 4], [15, 13]]))),
 }
