@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 REAL_VOCABULARY = 151936
 """Rows of the embedding in the published Qwen2-VL and Qwen2.5-VL checkpoints up to 3B."""
+IMAGE_MEAN = [0.48145466, 0.4578275, 0.40821073]
+IMAGE_STD = [0.26862954, 0.26130258, 0.27577711]
+"""Of CLIP; all families take them."""
 LAST_SPECIAL = max(SPECIAL_IDS.values())
 SMALLEST_VOCABULARY = 32
 
@@ -115,9 +118,7 @@ class TinyWriter(Protocol):
 
 
 def write_checkpoint(out: Path, config: Mapping[str, Any], processor_class: str, seed: int, spec: TinySpec, force: bool) -> None:
-    """Write the model of a Hugging Face ``config`` with random weights, and its generation, image processor and tokenizer files.
-
-    Keys of the weight file are the hub's. Everything appears under ``out`` at once or not at all.
+    """Write a Qwen-VL of a Hugging Face ``config`` with random weights, and its generation, image processor and tokenizer files.
 
     Args:
         config: content of config.json, with ``model_type``.
@@ -128,27 +129,69 @@ def write_checkpoint(out: Path, config: Mapping[str, Any], processor_class: str,
     """
     if spec.vocab is None:
         require_tokenizer_package()
-    with _published(out, force) as folder:
-        model = _build(config, seed, spec)
-        model.save_pretrained(folder)
-        write_json(folder / "preprocessor_config.json", _image_processor(config["vision_config"], processor_class, spec))
+    end, pad = spec.token_id("<|im_end|>"), spec.token_id("<|endoftext|>")
+    tokens = {"bos_token_id": pad, "eos_token_id": [end, pad], "pad_token_id": pad}
+    processor = _image_processor(config["vision_config"], processor_class, spec)
+    with model_files(out, config, processor, tokens, seed, spec, force) as folder:
         if spec.vocab is None:
             write_tokenizer(folder)
 
 
-def _build(config: Mapping[str, Any], seed: int, spec: TinySpec) -> Any:
+@contextmanager
+def model_files(
+    out: Path, config: Mapping[str, Any], processor: Mapping[str, Any], tokens: Mapping[str, Any], seed: int, spec: TinySpec, force: bool
+) -> Iterator[Path]:
+    """Weights, config, generation and image processor files in a temporary folder, to which the block can add more.
+
+    Keys of the weight file are the hub's. Everything appears under ``out`` at once when the block ends well, or not at all.
+
+    Args:
+        config: content of config.json, with ``model_type``.
+        processor: content of preprocessor_config.json.
+        tokens: special ids of generation_config.json.
+
+    Raises:
+        ConfigError: ``out`` is occupied; see TinyWriter.
+    """
+    from tangram.families.base import get_family
+
+    family = get_family(config["model_type"])
+    with _published(out, force) as folder:
+        model = _build(config, seed, spec, family.canonical_name)
+        model.generation_config = _generation(tokens)
+        model.save_pretrained(folder)
+        _rename_keys(folder / "model.safetensors", lambda key: family.hub_name(family.canonical_name(key)))
+        write_json(folder / "preprocessor_config.json", processor)
+        yield folder
+
+
+def _build(config: Mapping[str, Any], seed: int, spec: TinySpec, canonical_name: Callable[[str], str]) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     settings = {k: v for k, v in config.items() if k != "model_type"}
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **settings), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, tuple(parameter.shape), seed, spec.weight_std))
-    end, pad = spec.token_id("<|im_end|>"), spec.token_id("<|endoftext|>")
-    model.generation_config = GenerationConfig(bos_token_id=pad, eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
+            parameter.copy_(_random(canonical_name(name), tuple(parameter.shape), seed, spec.weight_std))
     return model.to(getattr(torch, spec.dtype))
+
+
+def _generation(tokens: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(**tokens, do_sample=False)
+
+
+def _rename_keys(path: Path, hub_name: Callable[[str], str]) -> None:
+    """Give the tensors of a file their hub names: transformers 5.x writes some that 4.57 does not read."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    renamed = {hub_name(key): tensor for key, tensor in tensors.items()}
+    if list(renamed) != list(tensors):
+        save_file(renamed, path, metadata={"format": "pt"})
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, weight_std: float | None) -> torch.Tensor:
@@ -165,15 +208,15 @@ def _random(name: str, shape: tuple[int, ...], seed: int, weight_std: float | No
 
 
 def _image_processor(vision: Mapping[str, Any], processor_class: str, spec: TinySpec) -> dict[str, Any]:
-    """Content of preprocessor_config.json in the form that the hub's files have. Mean and deviation are CLIP's."""
+    """Content of preprocessor_config.json in the form that the hub's files have."""
     return {
         "min_pixels": 4 * (vision["patch_size"] * vision["spatial_merge_size"]) ** 2,
         "max_pixels": spec.max_pixels,
         "patch_size": vision["patch_size"],
         "temporal_patch_size": vision["temporal_patch_size"],
         "merge_size": vision["spatial_merge_size"],
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": IMAGE_MEAN,
+        "image_std": IMAGE_STD,
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor_class,
     }
