@@ -75,7 +75,13 @@ class TensorComparison:
 
 
 def compare_tensors(
-    name: str, shape: Shape, one: tuple[CanonicalReader, str], other: tuple[CanonicalReader, str], *, tolerance: float | None = None, limit: int = SLAB
+    name: str,
+    shape: Shape,
+    one: tuple[CanonicalReader, str],
+    other: tuple[CanonicalReader, str],
+    *,
+    tolerance: float | None = None,
+    limit: int = SLAB,
 ) -> TensorComparison:
     """Compare a tensor of two readers, each given with the tensor's name there.
 

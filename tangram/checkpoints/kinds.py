@@ -13,6 +13,9 @@ HF_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """Of PEFT; it makes a directory an adapter, whether its weights lie in a safetensors file or in ``mp_rank`` folders."""
 
+ADAPTER_MANIFEST = "tangram_adapter.json"
+"""Ours, in an ``mp_rank`` directory of an adapter."""
+
 
 def kind_of_weights(path: str | Path, option: str = "") -> WeightKind:
     """Which of the known kinds of weights a directory holds.

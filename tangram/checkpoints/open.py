@@ -65,13 +65,13 @@ class OpenCheckpoint:
 def open_checkpoint(
     path: str | Path, *, split: ParallelOptions | None = None, hf_dir: str | Path | None = None, config: Mapping[str, Any] | None = None
 ) -> OpenCheckpoint:
-    """Open a Hugging Face directory, an ``mp_rank`` directory or a training checkpoint. Tensors are mapped, not loaded.
+    """Open a Hugging Face directory, an ``mp_rank`` directory, a training checkpoint or a LoRA adapter. Tensors are mapped, not loaded.
 
     The names of a Hugging Face directory are those of its files, also where they are not the model's (``HFDirectory.check_model``).
 
     Args:
         split: of an ``mp_rank`` directory without a manifest; None: as its folders tell it.
-        hf_dir: directory with the config.json of a checkpoint that holds none.
+        hf_dir: directory with the config.json of a checkpoint that holds none; for an adapter that of its base.
         config: content of config.json, where no ``hf_dir`` is at hand.
 
     Raises:
@@ -88,7 +88,11 @@ def open_checkpoint(
         return _open_ranks(path, split, config)
     if kind == "training checkpoint":
         return _open_training(path, config)
-    raise CheckpointError(f"{path}: a LoRA adapter, not a whole model; merge it into its base (mm-convert ... lora_merge), or inspect it")
+    from tangram.checkpoints.lora_adapter import open_adapter
+
+    adapter = open_adapter(path, base_config=config, split=split)
+    model = adapter.family.from_hf_config(adapter.base_config)
+    return OpenCheckpoint(path, kind, adapter.reader, adapter.family, adapter.base_config, model, adapter.topology)
 
 
 def _open_training(path: Path, given: Mapping[str, Any] | None) -> OpenCheckpoint:
@@ -96,7 +100,7 @@ def _open_training(path: Path, given: Mapping[str, Any] | None) -> OpenCheckpoin
     manifest = reader.manifest
     config = manifest.hf_config or given
     if not config:
-        raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); give the Hugging Face directory of its model (hf_dir)")
+        raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); give that of its model as hf_dir")
     family = get_family(manifest.family)
     facts = {"step": manifest.step, "optimizer": manifest.optimizer, "split of the run": dict(manifest.split), "packages": dict(manifest.packages)}
     return OpenCheckpoint(reader.folder, "training checkpoint", reader, family, config, family.from_hf_config(config), facts=facts)
@@ -105,6 +109,7 @@ def _open_training(path: Path, given: Mapping[str, Any] | None) -> OpenCheckpoin
 def _open_ranks(path: Path, split: ParallelOptions | None, given: Mapping[str, Any] | None) -> OpenCheckpoint:
     mm = MMDirectory(path)
     facts: dict[str, Any] = {}
+    config: Mapping[str, Any]
     if mm.folder.name != "release":
         facts["step"] = int(mm.folder.name.removeprefix("iter_"))
     if mm.manifest is not None:
@@ -127,11 +132,31 @@ def _open_ranks(path: Path, split: ParallelOptions | None, given: Mapping[str, A
 
 def _given_split(mm: MMDirectory, split: ParallelOptions | None, model: ModelConfig) -> tuple[Topology, int]:
     """Topology and padded vocabulary of a directory without a manifest."""
-    encoder, vocab = model.image_encoder, model.text_decoder.vocab_size
-    layers = {"vision_layers": encoder.vision_encoder.num_layers if encoder else 0, "text_layers": model.text_decoder.num_layers}
+    vocab = model.text_decoder.vocab_size
     if split is not None:
-        topology = Topology.build(**layers, tensor=split.tp_size or 1, vit_pp_layers=split.vit_pp_layers, llm_pp_layers=split.llm_pp_layers)
+        topology = split_topology(split, model)
         return topology, padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by)
     found = find_split(mm.folder)
-    topology = Topology.build(**layers, tensor=found.tensor, vit_pp_layers=found.vit_pp_layers, llm_pp_layers=found.llm_pp_layers)
-    return topology, found.padded_vocab or vocab
+    told = ParallelOptions(tp_size=found.tensor, vit_pp_layers=found.vit_pp_layers, llm_pp_layers=found.llm_pp_layers)
+    return split_topology(told, model), found.padded_vocab or vocab
+
+
+def split_topology(split: ParallelOptions, model: ModelConfig) -> Topology:
+    """The topology that options describe.
+
+    Raises:
+        ConfigError: the lists do not fit the model.
+    """
+    encoder = model.image_encoder
+    return Topology.build(
+        vision_layers=encoder.vision_encoder.num_layers if encoder else 0,
+        text_layers=model.text_decoder.num_layers,
+        tensor=split.tp_size or 1,
+        vit_pp_layers=split.vit_pp_layers,
+        llm_pp_layers=split.llm_pp_layers,
+    )
+
+
+def whole(model: ModelConfig) -> Topology:
+    """The split that is none."""
+    return split_topology(ParallelOptions(), model)

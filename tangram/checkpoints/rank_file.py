@@ -51,7 +51,8 @@ def load_rank_file(path: Path) -> Mapping[str, Any]:
     except UnpicklingError as error:
         raise CheckpointError(f"{path}: holds more than tensors and plain values, which is not loaded: {str(error).split('.')[0]}") from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read, {path.stat().st_size} bytes: {str(error).splitlines()[0]}; copy or convert it again") from None
+        size, first = path.stat().st_size, str(error).splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be read, {size} bytes: {first}; copy or convert it again") from None
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds a {type(state).__name__} instead of a mapping with the model's tensors; convert again")
     return state

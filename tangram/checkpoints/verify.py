@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from math import isfinite
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from tangram.checkpoints.compare import SLAB, TensorComparison, compare_tensors, exact_type
 from tangram.checkpoints.copier import show
+from tangram.checkpoints.dcp_manifest import find_checkpoint, read_manifest
 from tangram.checkpoints.hf_directory import TIED_HEAD
-from tangram.checkpoints.open import OpenCheckpoint
+from tangram.checkpoints.kinds import ADAPTER_MANIFEST, kind_of_weights
+from tangram.checkpoints.look_options import VerifyOptions
+from tangram.checkpoints.manifest import MANIFEST
+from tangram.checkpoints.open import OpenCheckpoint, open_checkpoint
+from tangram.checkpoints.options import ParallelOptions
 from tangram.checkpoints.reader import count_elements
-from tangram.errors import name_some
+from tangram.errors import CheckpointError, name_some
 
 TRAINING_SLAB = 32 * SLAB
 """A part of a training checkpoint's file is read whole for each slab of it, so slabs are larger there."""
@@ -66,8 +73,8 @@ class Verdict:
         if self.differing:
             lines += self._differences()
         for tensor in self.not_finite[:SHOWN]:
-            counts = " and ".join(f"{c.nan} NaN, {c.inf} infinite in the {side}" for side, c in zip(("first", "second"), tensor.not_finite, strict=True))
-            lines.append(f"  not finite: {tensor.name}: {counts}")
+            one, other = (f"{counts.nan} NaN, {counts.inf} infinite" for counts in tensor.not_finite)
+            lines.append(f"  not finite: {tensor.name}: {one} in the first and {other} in the second")
         if len(self.not_finite) > SHOWN:
             lines.append(f"  not finite: {len(self.not_finite) - SHOWN} more tensors")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -176,3 +183,51 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
     return repr(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def run_verify(options: VerifyOptions, family: str | None = None, progress: Callable[[int, int], None] | None = None) -> Verdict:
+    """``verify`` as the command line asks for it.
+
+    A checkpoint without a config of its own takes that of ``hf_config``, else the other's.
+
+    Args:
+        family: that the converter is for.
+
+    Raises:
+        TangramError: as ``open_checkpoint`` and ``verify``, or a checkpoint of another family.
+    """
+    hf_dir = options.hf_config.hf_dir if options.hf_config else None
+    sides = [(options.source_dir, options.source_parallel_config), (options.target_dir, options.target_parallel_config)]
+    first, second = open_two(sides[0], sides[1], hf_dir)
+    for side in (first, second):
+        if family is not None and side.family.name != family:
+            raise CheckpointError(f"{side.path}: a {side.family.name} model but the converter is for {family}; use the {side.family.name} converter")
+    return verify(
+        first, second, workers=options.workers, tolerance=options.tolerance, ignore_dtype=options.ignore_dtype, progress=progress
+    )
+
+
+Side = tuple[str, ParallelOptions | None]
+
+
+def open_two(first: Side, second: Side, hf_dir: str | None) -> tuple[OpenCheckpoint, OpenCheckpoint]:
+    """Open two checkpoints, each given by its path and split; one without a config takes the other's."""
+    if hf_dir is not None or _has_config(first[0]):
+        one = open_checkpoint(first[0], split=first[1], hf_dir=hf_dir)
+        return one, open_checkpoint(second[0], split=second[1], config=one.config)
+    other = open_checkpoint(second[0], split=second[1])
+    return open_checkpoint(first[0], split=first[1], config=other.config), other
+
+
+def _has_config(path: str) -> bool:
+    kind = kind_of_weights(path)
+    if kind == "mp_rank directory":
+        return Path(path, MANIFEST).is_file()
+    if kind == "LoRA adapter":
+        return Path(path, ADAPTER_MANIFEST).is_file()
+    return kind != "training checkpoint" or bool(read_manifest(find_checkpoint(path)).hf_config)
+
+
+def verdict_text(verdict: Verdict, as_json: bool) -> str:
+    """The text, or JSON."""
+    return json.dumps(verdict.as_dict(), indent=1) if as_json else str(verdict)

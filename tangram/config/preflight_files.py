@@ -13,6 +13,7 @@ from tangram.config.preflight_rules import Rule, Subject
 from tangram.errors import CheckpointError, ConfigError, DataError
 from tangram.families import get_family
 
+
 def weights(subject: Subject) -> str:
     source = subject.run.model
     if source.load is None:
