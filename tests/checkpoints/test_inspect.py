@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tests.weights_kit import to_training, write_adapter
 
 from tangram.checkpoints.inspect import inspect, run_inspect
 from tangram.checkpoints.look_options import InspectOptions
@@ -16,6 +15,7 @@ from tangram.checkpoints.open import open_checkpoint
 from tangram.checkpoints.verify import verify
 from tangram.cli.main import main
 from tangram.errors import CheckpointError
+from tests.weights_kit import to_training, write_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SPLIT = {"tp_size": 2, "llm_pp_layers": [1, 3], "vit_pp_layers": [4, 0]}

@@ -8,18 +8,19 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.weights_kit import write_adapter
 
+from tangram.checkpoints.look_options import VerifyOptions
 from tangram.checkpoints.lora import run_lora_merge, run_lora_to_hf, run_lora_to_mm
 from tangram.checkpoints.lora_adapter import open_adapter
 from tangram.checkpoints.lora_config import read_adapter_config
 from tangram.checkpoints.lora_options import LoraMergeOptions, LoraToHFOptions, LoraToMMOptions
-from tangram.checkpoints.look_options import VerifyOptions
 from tangram.checkpoints.verify import run_verify
 from tangram.errors import CheckpointError, PlacementError, TangramError
+from tests.weights_kit import write_adapter
 
 TEXT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VISION = {"qwen2_5_vl": ("attn.qkv", "attn.proj"), "qwen2_vl": ("attn.qkv", "attn.proj", "fc1", "fc2", "merger.mlp.0", "merger.mlp.2")}
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 SPLIT = {"tp_size": 2, "llm_pp_layers": [1, 3], "vit_pp_layers": [4, 0]}
 
 
@@ -130,7 +131,7 @@ def test_there_and_back_is_exact_to_the_byte(family, new_keys, kit, tmp_path):
 
 
 def test_a_directory_that_training_wrote_takes_split_config_and_base(kit, pair, tmp_path):
-    base, adapter = pair
+    _, adapter = pair
     to_mm(adapter, tmp_path / "mm")
     for name in ("tangram_adapter.json", "adapter_config.json"):
         (tmp_path / "mm" / name).unlink()
@@ -139,7 +140,7 @@ def test_a_directory_that_training_wrote_takes_split_config_and_base(kit, pair, 
     to_hf(tmp_path / "mm", tmp_path / "back", parallel_config=SPLIT, hf_config={"hf_dir": str(adapter)}, key_layout="hub")
     kit.assert_same(load_file(tmp_path / "back" / "adapter_model.safetensors"), load_file(adapter / "adapter_model.safetensors"))
     to_hf(tmp_path / "mm", tmp_path / "new", parallel_config=SPLIT, hf_config={"hf_dir": str(adapter)})
-    assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in load_file(tmp_path / "new" / "adapter_model.safetensors")
+    assert f"{Q0.replace('layers', 'language_model.layers')}.lora_A.weight" in load_file(tmp_path / "new" / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -253,30 +254,39 @@ def test_the_merged_model_is_the_base_with_the_adapter_in_its_forward(family, ti
     assert (before - expected).norm() > 1e-2 * expected.norm()
 
 
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def adding(module, a, b):
+    """A change that adds a pair of the given shapes."""
+    return lambda t: t.update({f"base_model.model.{module}.lora_{p}.weight": torch.zeros(shape) for p, shape in (("A", a), ("B", b))})
+
+
 TENSOR_FAULTS = {
-    "half a pair": (lambda t: t.pop(f"{Q0}.lora_B.weight"), r"1 pairs lack a half: model.language_model.layers.0.self_attn.q_proj.lora_B.weight missing"),
+    "half a pair": (lambda t: t.pop(f"{Q0}.lora_B.weight"), r"1 pairs lack a half: model.language_model.layers.0.self_attn.q_proj.lora_B.* missing"),
     "a pair lost": (lambda t: [t.pop(f"{Q0}.lora_{p}.weight") for p in "AB"], r"1 targets have no tensors .*layers.0.self_attn.q_proj"),
     "no such module": (
-        lambda t: [t.update({f"base_model.model.model.layers.9.self_attn.q_proj.lora_{p}.weight": torch.zeros(4, 4)}) for p in "AB"],
+        adding("model.layers.9.self_attn.q_proj", (4, 4), (4, 4)),
         r"adapts 1 modules that are no linears of this model: model.language_model.layers.9.self_attn.q_proj \(did you mean ",
     ),
     "no target": (
-        lambda t: [t.update({f"{Q0.replace('q_proj', 'k_proj')}.lora_{p}.weight": s}) for p, s in (("A", torch.zeros(4, 32)), ("B", torch.zeros(16, 4)))],
+        adding("model.layers.0.self_attn.k_proj", (4, 32), (16, 4)),
         r"1 adapted modules are no targets by target_modules .*layers.0.self_attn.k_proj",
     ),
     "another width": (lambda t: t.update({f"{Q0}.lora_A.weight": torch.zeros(4, 31)}), r"lora_A.weight has \(4, 31\), needed is \(4, 32\)"),
     "another rank": (
-        lambda t: t.update({f"{Q0}.lora_A.weight": torch.zeros(3, 32), f"{Q0}.lora_B.weight": torch.zeros(32, 3)}),
+        adding("model.layers.0.self_attn.q_proj", (3, 32), (32, 3)),
         r"q_proj has rank 3, but adapter_config.json says 4",
     ),
-    "a rank that differs in the pair": (lambda t: t.update({f"{Q0}.lora_B.weight": torch.zeros(32, 3)}), r"lora_B.weight has \(32, 3\), needed is \(32, 4\)"),
+    "a rank that differs in the pair": (
+        lambda t: t.update({f"{Q0}.lora_B.weight": torch.zeros(32, 3)}),
+        r"lora_B.weight has \(32, 3\), needed is \(32, 4\)",
+    ),
     "a trained embedding": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 320)}),
         r"1 tensors are no lora_A or lora_B of a linear: .*lora_embedding_A",
     ),
     "an embedding as a linear": (
-        lambda t: [t.update({f"base_model.model.model.embed_tokens.lora_{p}.weight": torch.zeros(4, 4)}) for p in "AB"],
+        adding("model.embed_tokens", (4, 32), (320, 4)),
         r"no linears of this model: model.language_model.embed_tokens",
     ),
     "a convolution": (
@@ -284,9 +294,10 @@ TENSOR_FAULTS = {
         r"patch_embed.proj.lora_A.weight: shape \(4, 3, 2, 14, 14\); adapters of other modules than linears are not supported",
     ),
     "mixed layouts": (
-        lambda t: [t.update({f"{Q0.replace('model.layers', 'model.language_model.layers')}.lora_{p}.weight": torch.zeros(4, 4)}) for p in "AB"],
-        r"holds a tensor under two names|mixes two key layouts",
+        adding("model.language_model.layers.0.self_attn.k_proj", (4, 32), (16, 4)),
+        r"mixes two key layouts: model.layers.* and model.language_model.layers",
     ),
+    "a tensor twice": (adding("model.language_model.layers.0.self_attn.q_proj", (4, 32), (32, 4)), r"holds a tensor under two names"),
 }
 
 
@@ -356,7 +367,7 @@ def test_a_tied_head_is_no_target(kit, tmp_path):
     base = kit.write_hf(tmp_path / "base", tied=True)
     adapter = write_adapter(tmp_path / "lora", base, targets=("q_proj",))
     change(adapter, target_modules=["q_proj", "lm_head"])
-    edit(adapter, lambda t: [t.update({f"base_model.model.lm_head.lora_{p}.weight": s}) for p, s in (("A", torch.zeros(4, 32)), ("B", torch.zeros(320, 4)))])
+    edit(adapter, adding("lm_head", (4, 32), (320, 4)))
     with pytest.raises(CheckpointError, match=r"1 modules that are no linears of this model: lm_head"):
         merge(adapter, base, tmp_path / "merged")
 
@@ -405,5 +416,5 @@ def test_patterns_name_whole_parts_of_a_name(pair):
     _, adapter = pair
     change(adapter, rank_pattern={"proj": 9, "q_proj": 5, "model.layers.1.mlp.up_proj": 6})
     config = read_adapter_config(adapter)
-    ranks = [config.rank_of(f"model.layers.{i}.{m}") for i, m in ((0, "self_attn.q_proj"), (0, "mlp.up_proj"), (1, "mlp.up_proj"), (11, "mlp.up_proj"))]
-    assert ranks == [5, 4, 6, 4]
+    modules = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj", "11.mlp.up_proj")
+    assert [config.rank_of(f"model.layers.{module}") for module in modules] == [5, 4, 6, 4]
