@@ -12,6 +12,7 @@ from functools import cached_property
 from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
+from tangram.families import get_family
 from tangram.placement.topology import Topology
 
 
@@ -57,6 +58,11 @@ class Subject:
 
 
 Rule = Callable[[Subject], str]
+
+
+def backend(subject: Subject) -> str:
+    get_family(subject.model.model_id).check_backend(subject.run.backend)
+    return subject.run.backend
 
 
 def layers_per_stage(subject: Subject) -> str:
@@ -196,8 +202,9 @@ def evaluation(subject: Subject) -> str:
     return f"{training.eval_iters} steps every {training.eval_interval}" if training.eval_iters else "off"
 
 
+GATES: tuple[tuple[str, Rule], ...] = (("backend", backend), ("layers per stage", layers_per_stage))
+"""Rules without which the others have nothing to check."""
 RULES: tuple[tuple[str, Rule], ...] = (
-    ("layers per stage", layers_per_stage),
     ("tensor parallel", tensor_parallel),
     ("vocabulary", vocabulary),
     ("processes", world_size),

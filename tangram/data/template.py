@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tangram.errors import ConfigError, suggest
@@ -106,3 +106,4 @@ register_template(
         default_system="You are a helpful assistant.",
     ),
 )
+register_template("qwen3_vl", replace(get_template("qwen2vl"), default_system=None))

@@ -19,6 +19,7 @@ LLAVA = Family(
     rope_index=rope_index,
     template=None,
     tiny=write_tiny,
+    backends=(),
     # The tower's keys are vision_tower.vision_model.* on the hub and in transformers 4.57, vision_tower.* in files of 5.x.
     from_hub=(
         (r"^(model\.)?vision_tower\.(vision_model\.)?", "model.vision_tower."),

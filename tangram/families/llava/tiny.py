@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tangram.families.tiny import DEFAULT_SPEC, IMAGE_MEAN, IMAGE_STD, TinySpec, model_files
+from tangram.families.tiny import CLIP_PIXELS, DEFAULT_SPEC, TinySpec, model_files
 
 REAL_VOCABULARY = 32064
 """Rows of the embedding in the hub's llava-1.5 checkpoints: 32000 of Llama, ``<image>``, ``<pad>``, and 62 that fill up."""
@@ -69,8 +69,8 @@ def image_processor() -> dict[str, Any]:
         "rescale_factor": 1 / 255,
         "do_normalize": True,
         "do_convert_rgb": True,
-        "image_mean": IMAGE_MEAN,
-        "image_std": IMAGE_STD,
+        "image_mean": CLIP_PIXELS[0],
+        "image_std": CLIP_PIXELS[1],
     }
 
 
