@@ -1,4 +1,4 @@
-"""LLaVA-1.5: what transformers sees in its checkpoints, and what conversion makes of them."""
+"""LLaVA-1.5: its checkpoints and configs as transformers has them, and its positions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tangram.checkpoints.convert import convert_hf_to_mm, convert_mm_to_hf
 from tangram.checkpoints.hf_directory import HFDirectory
-from tangram.checkpoints.options import ToHFOptions, ToMMOptions
 from tangram.config.hf_compare import differences
 from tangram.data.template import get_template
-from tangram.errors import ConfigError, DataError, PlacementError
+from tangram.errors import ConfigError, DataError
 from tangram.families import get_family
 from tangram.families.llava import LLAVA
 from tests.conftest import TinyHF
@@ -31,22 +29,6 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
 
     model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     return model.eval(), info
-
-
-def to_mm(hf: Path, mm: Path, **parallel: Any) -> None:
-    convert_hf_to_mm(ToMMOptions.model_validate({"mm_dir": str(mm), "hf_config": {"hf_dir": str(hf)}, "parallel_config": parallel}), "llava")
-
-
-def to_hf(mm: Path, hf: Path, out: Path) -> None:
-    convert_mm_to_hf(ToHFOptions.model_validate({"mm_dir": str(mm), "hf_config": {"hf_dir": str(hf)}, "save_hf_dir": str(out)}), "llava")
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def rank(mm: Path, name: str) -> dict[str, torch.Tensor]:
-    return torch.load(mm / "release" / name / "model_optim_rng.pt", weights_only=True)["model"]
 
 
 @pytest.mark.compat
@@ -106,78 +88,6 @@ def test_values_do_not_depend_on_the_installed_transformers(tiny_hf: TinyHF) -> 
     """Though 4.57 and 5.x call this parameter by different names."""
     weights = load_file(tiny_hf("llava") / "model.safetensors")
     assert weights["vision_tower.vision_model.embeddings.class_embedding"][:3].tolist() == pytest.approx([1.03943, 0.92246, 0.97157], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "lists",
-    [{}, {"llm_pp_layers": [1, 3], "vit_pp_layers": [4, 0]}, {"llm_pp_layers": [[0, 1], [1, 2]], "vit_pp_layers": [[3, 1], [0, 0]]}],
-    ids=["pp1", "pp2 uneven", "pp2 vpp2, tower on two"],
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_conversion_there_and_back_is_exact(tiny_hf: TinyHF, tmp_path: Path, lists: dict[str, Any], tied: bool) -> None:
-    hf = tiny_hf("llava", tied=tied, kv_heads=4, vocab=161, dtype="bfloat16")
-    expected = load_file(hf / "model.safetensors")
-    for tp_size in (1, 2, 4):
-        to_mm(hf, tmp_path / f"mm{tp_size}", tp_size=tp_size, **lists)
-        to_hf(tmp_path / f"mm{tp_size}", hf, tmp_path / f"back{tp_size}")
-        assert same(load_file(tmp_path / f"back{tp_size}" / "model.safetensors"), expected)
-
-
-def test_the_keys_of_either_layout_give_the_same_ranks_and_the_hubs_file(tiny_hf: TinyHF, tmp_path: Path) -> None:
-    hf, other = tiny_hf("llava"), tmp_path / "state_dict"
-    other.mkdir()
-    (other / "config.json").write_text((hf / "config.json").read_text())
-    tensors = load_file(hf / "model.safetensors")
-    save_file({LLAVA.canonical_name(key): tensor for key, tensor in tensors.items()}, other / "model.safetensors")
-    for source in (hf, other):
-        to_mm(source, tmp_path / f"mm_{source.name}", tp_size=2)
-    for name in ("mp_rank_00", "mp_rank_01"):
-        assert same(rank(tmp_path / "mm_hf", name), rank(tmp_path / "mm_state_dict", name))
-    to_hf(tmp_path / "mm_hf", other, tmp_path / "back")
-    assert same(load_file(tmp_path / "back" / "model.safetensors"), tensors)
-
-
-def test_local_tensors_are_megatrons(tiny_hf: TinyHF, tmp_path: Path) -> None:
-    """The tower of 4 heads of width 8 at TP 2: rank 1 holds q2 k2 v2 q3 k3 v3; text of 4 heads of width 16, one key head each."""
-    hf = tiny_hf("llava", kv_heads=4)
-    whole = load_file(hf / "model.safetensors")
-    to_mm(hf, tmp_path / "mm", tp_size=2, llm_pp_layers=[1, 3], vit_pp_layers=[4, 0])
-    first, last = rank(tmp_path / "mm", "mp_rank_01_000"), rank(tmp_path / "mm", "mp_rank_01_001")
-    layer = "vision_tower.vision_model.encoder.layers.3."
-    local = "image_encoder.encoder.decoder.layers.3."
-    for kind in ("weight", "bias"):
-        q, k, v = (whole[f"{layer}self_attn.{x}_proj.{kind}"].split(8) for x in "qkv")
-        assert torch.equal(first[f"{local}self_attention.linear_qkv.{kind}"], torch.cat([q[2], k[2], v[2], q[3], k[3], v[3]]))
-        assert torch.equal(first[f"{local}mlp.linear_fc1.{kind}"], whole[f"{layer}mlp.fc1.{kind}"].chunk(2)[1])
-        assert torch.equal(first[f"image_encoder.projector.encoder.linear_fc1.{kind}"], whole[f"multi_modal_projector.linear_1.{kind}"].chunk(2)[1])
-    assert torch.equal(first[f"{local}self_attention.linear_proj.weight"], whole[f"{layer}self_attn.out_proj.weight"].chunk(2, dim=1)[1])
-    assert torch.equal(first[f"{local}self_attention.linear_proj.bias"], whole[f"{layer}self_attn.out_proj.bias"])
-    tower = "vision_tower.vision_model."
-    for name, source in {
-        "conv1.weight": "embeddings.patch_embedding.weight",
-        "class_token": "embeddings.class_embedding",
-        "position_embeddings.weight": "embeddings.position_embedding.weight",
-        "ln_pre.weight": "pre_layrnorm.weight",
-        "ln_post.bias": "post_layernorm.bias",
-    }.items():
-        assert torch.equal(first[f"image_encoder.encoder.{name}"], whole[tower + source])
-    q, k, v = (whole[f"language_model.model.layers.1.self_attn.{x}_proj.weight"].split(16) for x in "qkv")
-    assert torch.equal(last["text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"], torch.cat([q[2], k[2], v[2], q[3], k[3], v[3]]))
-    assert torch.equal(last["text_decoder.output_layer.weight"], whole["language_model.lm_head.weight"].chunk(2)[1])
-    assert not any("bias" in name for name in last)
-
-
-def test_a_missing_tensor_of_the_unused_layer_is_an_error(tiny_hf: TinyHF, tmp_path: Path) -> None:
-    hf = tmp_path / "hf"
-    hf.mkdir()
-    source = tiny_hf("llava")
-    (hf / "config.json").write_text((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    del tensors["vision_tower.vision_model.encoder.layers.3.mlp.fc2.bias"]
-    save_file(tensors, hf / "model.safetensors")
-    with pytest.raises(PlacementError, match=r"1 missing: model.vision_tower.encoder.layers.3.mlp.fc2.bias"):
-        to_mm(hf, tmp_path / "mm")
-    assert not (tmp_path / "mm").exists()
 
 
 def test_the_hubs_config_is_filled_with_the_defaults_of_transformers() -> None:
