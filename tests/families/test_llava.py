@@ -17,6 +17,7 @@ from tangram.data.template import get_template
 from tangram.errors import ConfigError, DataError
 from tangram.families import get_family
 from tangram.families.llava import LLAVA
+from tangram.families.tiny import TinySpec
 from tests.conftest import TinyHF
 from tests.families.sizes import LLAVA_7B
 
@@ -88,6 +89,13 @@ def test_values_do_not_depend_on_the_installed_transformers(tiny_hf: TinyHF) -> 
     """Though 4.57 and 5.x call this parameter by different names."""
     weights = load_file(tiny_hf("llava") / "model.safetensors")
     assert weights["vision_tower.vision_model.embeddings.class_embedding"][:3].tolist() == pytest.approx([1.03943, 0.92246, 0.97157], abs=1e-5)
+
+
+def test_sizes_without_effect_are_refused(tmp_path: Path) -> None:
+    for spec, message in ((TinySpec(max_pixels=784), "pictures of one size, 56 x 56 pixels"), (TinySpec(experts=2), "llava has no experts")):
+        with pytest.raises(ConfigError, match=message):
+            LLAVA.tiny(tmp_path / "out", 0, False, spec)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_hubs_config_is_filled_with_the_defaults_of_transformers() -> None:
