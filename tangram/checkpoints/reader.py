@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,6 +69,25 @@ class AliasReader:
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
         return self._source.read(self._aliases.get(name, name), start, shape)
 
+    @property
+    def identity(self) -> str | None:
+        inner = identity_of(self._source)
+        return None if inner is None else f"{inner} {sorted(self._aliases.items())}"
+
+
+def identity_of(source: CanonicalReader) -> str | None:
+    """A word that changes whenever the values of ``source`` may have: its property ``identity``.
+
+    None where it has no such property. What is written from it is then never kept for a later run.
+    """
+    return getattr(source, "identity", None)
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """``identity`` of a source that lies in files: their places, sizes, times and numbers on the disk."""
+    facts = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in sorted(files)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
 
 def count_elements(shape: Shape) -> int:
     """Product of the sizes; 1 for a scalar."""
@@ -81,14 +102,16 @@ def slices(start: Shape, shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size; integers as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal in type, shape and every bit; a NaN equals itself."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
-    return torch.equal(one.view(integer), other.view(integer))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 
 def read_whole(source: CanonicalReader, name: str) -> torch.Tensor:

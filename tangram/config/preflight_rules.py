@@ -99,7 +99,8 @@ def tensor_parallel(subject: Subject) -> str:
 def vocabulary(subject: Subject) -> str:
     rows, padded = subject.text.vocab_size, subject.run.padded_vocab
     model = subject.model
-    tokens = {key: getattr(model, key) for key in ("img_context_token_id", "video_token_id", "vision_start_token_id")}
+    keys = ("img_context_token_id", "video_token_id", "vision_start_token_id")
+    tokens = {key: getattr(model, key) for key in keys if getattr(model, key) is not None}
     outside = [f"{name} {value}" for name, value in tokens.items() if value >= rows]
     if outside:
         raise ConfigError(f"text_decoder.vocab_size is {rows}, so the model has no embedding for {', '.join(outside)}; correct the ids or vocab_size")

@@ -35,7 +35,7 @@ class Family:
             matches is canonical already.
         to_hub: the reverse, used on export.
         rope_index: builds 3-D positions; see ``tangram.data.positions``.
-        template: name of the chat template.
+        template: name of the chat template; None: there is none, so that samples are refused which do not name one.
         tiny: ``(out, seed, tied, spec)`` writes a small random Hugging Face checkpoint; see ``tangram.families.tiny``.
         backends: names of the backends that run the model; weights of a family that none runs can be converted.
     """
@@ -45,7 +45,7 @@ class Family:
     from_hf_config: Callable[[HFConfig], ModelConfig]
     tensor_table: Callable[[ModelConfig, int], list[Rule]]
     rope_index: Callable[..., Any]
-    template: str
+    template: str | None
     tiny: TinyWriter
     config_class: type[ModelConfig] = ModelConfig
     model_ids: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tangram.errors import ConfigError
 from tangram.families.tokenizer_files import FIRST_SPECIAL, SPECIAL_IDS, require_tokenizer_package, write_json, write_tokenizer
+from tangram.placement.table import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -137,13 +138,11 @@ def write_checkpoint(
     force: bool,
     *,
     sizes: tuple[str, ...] = (),
-    stacks: Mapping[str, tuple[int, ...]] | None = None,
+    stacks: Mapping[str, Shape] | None = None,
     pixels: tuple[list[float], list[float]] = CLIP_PIXELS,
     tokenizer: Callable[[Path], None] = write_tokenizer,
 ) -> None:
-    """Write the model of a Hugging Face ``config`` with random weights, and its generation, image processor and tokenizer files.
-
-    Keys of the weight file are the hub's. Everything appears under ``out`` at once or not at all.
+    """Write a Qwen-VL of a Hugging Face ``config`` with random weights, and its generation, image processor and tokenizer files.
 
     Args:
         config: content of config.json, with ``model_type``.
@@ -154,26 +153,62 @@ def write_checkpoint(
         tokenizer: writes the tokenizer files of the real vocabulary.
 
     Raises:
-        ConfigError: see TinyWriter; or the spec gives a size that the family has not.
+        ConfigError: as ``model_files``.
     """
-    foreign = [name for name in FAMILY_SIZES if getattr(spec, name) is not None and name not in sizes]
-    if foreign:
-        raise ConfigError(f"tiny model: {config['model_type']} has no {', '.join(foreign)}; leave {'it' if len(foreign) == 1 else 'them'} out")
     if spec.vocab is None:
         require_tokenizer_package()
-    with _published(out, force) as folder:
-        model = _build(config, seed, spec, stacks or {})
-        model.save_pretrained(folder)
-        if stacks:
-            _as_the_hub_stacks(folder / "model.safetensors", stacks)
-        write_json(folder / "preprocessor_config.json", _image_processor(config["vision_config"], processor_class, spec, pixels))
+    end, pad = spec.token_id("<|im_end|>"), spec.token_id("<|endoftext|>")
+    tokens = {"bos_token_id": pad, "eos_token_id": [end, pad], "pad_token_id": pad}
+    processor = _image_processor(config["vision_config"], processor_class, spec, pixels)
+    with model_files(out, config, processor, tokens, seed, spec, force, sizes=sizes, stacks=stacks) as folder:
         if spec.vocab is None:
             tokenizer(folder)
 
 
-def _build(config: Mapping[str, Any], seed: int, spec: TinySpec, stacks: Mapping[str, tuple[int, ...]]) -> Any:
+@contextmanager
+def model_files(
+    out: Path,
+    config: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    tokens: Mapping[str, Any],
+    seed: int,
+    spec: TinySpec,
+    force: bool,
+    *,
+    sizes: tuple[str, ...] = (),
+    stacks: Mapping[str, Shape] | None = None,
+) -> Iterator[Path]:
+    """Weights, config, generation and image processor files in a temporary folder, to which the block can add more.
+
+    Keys of the weight file are the hub's. Everything appears under ``out`` at once when the block ends well, or not at all.
+
+    Args:
+        config: content of config.json, with ``model_type``.
+        processor: content of preprocessor_config.json.
+        tokens: special ids of generation_config.json.
+        sizes, stacks: as ``write_checkpoint``.
+
+    Raises:
+        ConfigError: ``out`` is occupied, or the spec gives a size that the family has not; see TinyWriter.
+    """
+    from tangram.families.base import get_family
+
+    foreign = [name for name in FAMILY_SIZES if getattr(spec, name) is not None and name not in sizes]
+    if foreign:
+        raise ConfigError(f"tiny model: {config['model_type']} has no {', '.join(foreign)}; leave {'it' if len(foreign) == 1 else 'them'} out")
+    family = get_family(config["model_type"])
+    with _published(out, force) as folder:
+        model = _build(config, seed, spec, family.canonical_name, stacks or {})
+        model.generation_config = _generation(tokens)
+        model.save_pretrained(folder)
+        _as_the_hub_has_it(folder / "model.safetensors", lambda key: family.hub_name(family.canonical_name(key)), stacks or {})
+        write_json(folder / "preprocessor_config.json", processor)
+        yield folder
+
+
+def _build(config: Mapping[str, Any], seed: int, spec: TinySpec, canonical_name: Callable[[str], str], stacks: Mapping[str, Shape]) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     settings = {k: v for k, v in config.items() if k != "model_type"}
     with torch.random.fork_rng(devices=[]):
@@ -181,26 +216,32 @@ def _build(config: Mapping[str, Any], seed: int, spec: TinySpec, stacks: Mapping
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = _hub_shape(name, stacks) or tuple(parameter.shape)
-            values = _random(name, shape, seed, spec.weight_std)
+            values = _random(canonical_name(name), shape, seed, spec.weight_std)
             parameter.copy_(values if values.shape == parameter.shape else values.transpose(1, 2))
-    end, pad = spec.token_id("<|im_end|>"), spec.token_id("<|endoftext|>")
-    model.generation_config = GenerationConfig(bos_token_id=pad, eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     return model.to(getattr(torch, spec.dtype))
 
 
-def _hub_shape(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def _generation(tokens: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(**tokens, do_sample=False)
+
+
+def _hub_shape(name: str, stacks: Mapping[str, Shape]) -> Shape | None:
     return next((shape for end, shape in stacks.items() if name.endswith(end)), None)
 
 
-def _as_the_hub_stacks(file: Path, stacks: Mapping[str, tuple[int, ...]]) -> None:
-    """Transpose the stacked experts that transformers 5.x saves as ``[experts, out, in]``."""
+def _as_the_hub_has_it(path: Path, hub_name: Callable[[str], str], stacks: Mapping[str, Shape]) -> None:
+    """Give the tensors of a file the hub's names and stacked experts its orientation: transformers 5.x writes others that 4.57 does not read."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(file)
-    turned = {name: t for name, t in tensors.items() if (shape := _hub_shape(name, stacks)) is not None and tuple(t.shape) != shape}
-    if turned:
-        tensors |= {name: tensor.transpose(1, 2).contiguous() for name, tensor in turned.items()}
-        save_file(tensors, file, metadata={"format": "pt"})
+    tensors = load_file(path)
+    renamed = {}
+    for key, tensor in tensors.items():
+        shape = _hub_shape(key, stacks)
+        renamed[hub_name(key)] = tensor if shape in (None, tuple(tensor.shape)) else tensor.transpose(1, 2).contiguous()
+    if list(renamed) != list(tensors) or any(renamed[key] is not tensor for key, tensor in tensors.items()):
+        save_file(renamed, path, metadata={"format": "pt"})
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, weight_std: float | None) -> torch.Tensor:

@@ -139,7 +139,8 @@ def from_hf_config(hf: HFConfig) -> ModelConfig:
             "patch_size": read.get(read.vision, "patch_size"),
             "temporal_patch_size": read.get(read.vision, "temporal_patch_size"),
             "spatial_merge_size": read.get(read.vision, "spatial_merge_size"),
-            "activation_func": read.get(read.vision, "hidden_act"),
+            # The hub's files leave it out.
+            "activation_func": read.vision.get("hidden_act", "quick_gelu"),
             "normalization": "LayerNorm",
             "layernorm_epsilon": 1e-6,
             "init_method_std": read.init_std,

@@ -36,8 +36,10 @@ def linear(
     ]
 
 
-def norm(local: str, source: str, width: int, kind: str, component: Component, place: str = "layer") -> list[Rule]:
-    """Rules of an RMSNorm (weight) or a LayerNorm (weight and bias)."""
+def norm(local: str, source: str, width: int, kind: str | None, component: Component, place: str = "layer") -> list[Rule]:
+    """Rules of an RMSNorm (weight) or a LayerNorm (weight and bias); none for no norm."""
+    if kind is None:
+        return []
     rules = [Rule(f"{local}.weight", (Source(f"{source}.weight", (width,)),), Replicated(), component, place, init="ones")]  # type: ignore[arg-type]
     if kind == "LayerNorm":
         rules.append(Rule(f"{local}.bias", (Source(f"{source}.bias", (width,)),), Replicated(), component, place, init="zeros"))  # type: ignore[arg-type]
