@@ -18,6 +18,8 @@ from tangram.placement.proof import prove_table
 from tangram.placement.table import Rule, padded_vocabulary
 from tangram.placement.topology import Topology
 from tests.families.published import CONFIGS, PARAMETERS
+from tests.families.sizes import Size
+from tests.families.test_sizes import shapes_by_transformers
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3vl"
 Lists = tuple[list[Any], list[Any]]
@@ -71,6 +73,18 @@ def splits() -> list[Any]:
 @pytest.mark.parametrize(("size", "lists", "tensor", "expert"), splits())
 def test_every_element_has_a_place(size: str, lists: Lists, tensor: int, expert: int) -> None:
     prove_table(*split(size, lists, tensor, expert))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("size", CONFIGS)
+def test_canonical_tensors_are_those_of_transformers(size: str) -> None:
+    """transformers 5.x holds stacked experts transposed, 4.57 as the hub's files do."""
+    hf = CONFIGS[size]
+    shapes = canonical_shapes(*split(size, LISTS[size][0]))
+    held = shapes_by_transformers(Size(hf["model_type"], hf, ()))
+    assert set(held) == set(shapes)
+    assert {name: (shape, held[name]) for name, shape in shapes.items() if held[name] not in (shape, (shape[0], *reversed(shape[1:])))} == {}
+    assert all(held[name] == shape for name, shape in shapes.items() if "experts" not in name)
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
