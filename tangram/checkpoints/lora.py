@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from tangram.checkpoints.copier import show
 from tangram.checkpoints.export import export_hf
@@ -19,7 +20,6 @@ from tangram.checkpoints.mp_rank import TRACKER, write_ranks
 from tangram.checkpoints.open import split_topology
 from tangram.checkpoints.publish import new_directory, require_new
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, read_whole
-from tangram.checkpoints.safetensors_io import write_safetensors
 from tangram.errors import CheckpointError, ConfigError
 from tangram.placement.proof import prove_table
 from tangram.placement.table import Shape, padded_vocabulary
@@ -83,11 +83,11 @@ def run_lora_to_hf(options: LoraToHFOptions, family: str) -> LoraReport:
     )
     _check_family(adapter, family)
     names = {adapter.key(name): name for name in adapter.reader.names()}
-    infos = {key: adapter.reader.names()[name] for key, name in names.items()}
+    tensors = {key: read_whole(adapter.reader, name).contiguous() for key, name in names.items()}
     with new_directory(out) as temporary:
-        write_safetensors(temporary / WEIGHTS, infos, lambda key: read_whole(adapter.reader, names[key]), {"format": "pt"})
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         shutil.copyfile(adapter.config.path, temporary / ADAPTER_CONFIG)
-    return LoraReport(out, len(adapter.ranks), sum(info.nbytes for info in infos.values()))
+    return LoraReport(out, len(adapter.ranks), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def run_lora_merge(options: LoraMergeOptions, family: str) -> LoraReport:

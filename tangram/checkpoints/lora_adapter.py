@@ -21,7 +21,7 @@ from tangram.checkpoints.find_split import chunks_of
 from tangram.checkpoints.kinds import ADAPTER_MANIFEST, has_rank_folders
 from tangram.checkpoints.lora_config import AdapterConfig, read_adapter_config
 from tangram.checkpoints.lora_table import PARTS, Linear, linears, local_modules, lora_table
-from tangram.checkpoints.mp_rank import MMDirectory
+from tangram.checkpoints.mp_rank import MMDirectory, Rank
 from tangram.checkpoints.open import split_topology, whole
 from tangram.checkpoints.options import ParallelOptions
 from tangram.checkpoints.rank_file import load_rank_file
@@ -266,7 +266,7 @@ def _ranks_of_files(mm: MMDirectory, topology: Topology, known: Mapping[str, Lin
     """As ``_ranks``, from the files of the first tensor-parallel rank, which has a part of every pair."""
     infos: dict[str, TensorInfo] = {}
     for pp_rank in range(topology.pipeline):
-        for vp_rank, tensors in enumerate(chunks_of(load_rank_file(mm.file(0, pp_rank, topology)))):
+        for vp_rank, tensors in enumerate(chunks_of(load_rank_file(mm.file(Rank(0, pp_rank), topology)))):
             chunk = topology.chunk(pp_rank, vp_rank)
             modules = local_modules(known, chunk)
             for local, tensor in tensors.items():
