@@ -32,7 +32,8 @@ def test_what_8b_is() -> None:
     assert (text.num_layers, text.num_query_groups, text.head_dim, text.qk_layernorm, text.add_qkv_bias) == (36, 8, 128, True, False)
     assert (text.rope_theta, text.mrope_section, text.mrope_interleaved, text.max_position_embeddings) == (5e6, [24, 20, 20], True, 262144)
     assert (vision.patch_size, vision.max_position_embeddings, vision.deepstack_visual_indexes) == (16, 2304, [8, 16, 24])
-    assert (vision.add_bias_conv, vision.normalization, vision.gated_linear_unit, vision.activation_func) == (True, "LayerNorm", False, "gelu_pytorch_tanh")
+    assert (vision.add_bias_conv, vision.normalization, vision.gated_linear_unit) == (True, "LayerNorm", False)
+    assert (vision.activation_func, projector.activation_func) == ("gelu_pytorch_tanh", "gelu")
     assert (projector.input_size, projector.ffn_hidden_size, projector.hidden_size, projector.normalization) == (1152, 4608, 4096, "LayerNorm")
     assert text.untie_embeddings_and_output_weights and not read("4b").text_decoder.untie_embeddings_and_output_weights
 
@@ -56,8 +57,8 @@ def test_a_config_of_transformers_5_is_the_same_model() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda hf, text, vision: text.update(decoder_sparse_step=2), r"decoder_sparse_step 2 and mlp_only_layers \[\] ask for layers without experts"),
-        (lambda hf, text, vision: text.update(mlp_only_layers=[0]), r"decoder_sparse_step 1 and mlp_only_layers \[0\] ask for layers without experts"),
+        (lambda hf, text, vision: text.update(decoder_sparse_step=2), r"decoder_sparse_step 2 and mlp_only_layers \[\] ask for layers without"),
+        (lambda hf, text, vision: text.update(mlp_only_layers=[0]), r"decoder_sparse_step 1 and mlp_only_layers \[0\] ask for layers without"),
         (lambda hf, text, vision: text.update(norm_topk_prob=False), "norm_topk_prob false is not supported"),
         (lambda hf, text, vision: text.update(num_experts=4), "moe_router_topk 8 is more than num_moe_experts 4"),
         (lambda hf, text, vision: text.pop("num_experts"), "key 'num_experts' is missing"),
@@ -106,5 +107,5 @@ def test_public_rope_scaling_is_compared() -> None:
 def test_a_postshuffle_norm_of_the_projector_is_refused() -> None:
     model = example()
     model["image_encoder"]["vision_projector"]["use_postshuffle_norm"] = True
-    with pytest.raises(ConfigError, match="use_postshuffle_norm: true cannot be had here, only false or null: the projector's norm comes before merging"):
+    with pytest.raises(ConfigError, match="use_postshuffle_norm: true cannot be had here, only false or null: the projector's norm"):
         parse_model(model, "model.json")
