@@ -131,21 +131,25 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
         finished = [pool.submit(run.is_finished, file) for file in files]
         remaining = [file for file, kept in zip(files, finished, strict=True) if not kept.result()]
     require_space(folder, sum(file.size for file in remaining))
-    with _pool(settings.workers) as pool:
-        tasks: list[Future[None]] = []
-        for file in remaining:
-            target = _Target(folder / file.path, file)
-            order = sorted(range(len(file.tensors)), key=lambda i: -file.tensors[i].info.nbytes)
-            tasks += [pool.submit(run.write_tensor, target, i) for i in order] or [pool.submit(run.finish, target)]
-        for task in as_completed(tasks):
-            task.result()
+    targets = [_Target(folder / file.path, file) for file in remaining]
+    try:
+        with _pool(settings.workers) as pool:
+            tasks: list[Future[None]] = []
+            for target in targets:
+                order = sorted(range(len(target.file.tensors)), key=lambda i: -target.file.tensors[i].info.nbytes)
+                tasks += [pool.submit(run.write_tensor, target, i) for i in order] or [pool.submit(run.finish, target)]
+            for task in as_completed(tasks):
+                task.result()
+    finally:
+        for target in targets:
+            target.close()
     return total
 
 
 class _pool(ThreadPoolExecutor):
     """Threads of which the first failure ends the waiting ones."""
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:  # type: ignore[override]
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.shutdown(wait=True, cancel_futures=kind is not None)
 
 
@@ -195,13 +199,11 @@ class _Target:
             self._left -= 1
             return self._left == 0
 
-    def close(self) -> None:
-        """Flush and close."""
+    def flush(self) -> None:
         with self._errors():
             os.fsync(self._handle)
-            self.__del__()
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -266,6 +268,7 @@ class _Run:
         target.open()
         for offset, part in target.file.fixed(target.checksums):
             target.write(memoryview(part), offset)
+        target.flush()
         target.close()
         if self._journal is not None:
             self._journal.add(target.path, target.file.size, target.file.digest(target.checksums))
