@@ -28,7 +28,7 @@ from tangram.errors import CheckpointError
 from tangram.placement.table import Shape
 
 SLAB = 8 << 20
-"""Largest rectangle that is read at once, bytes; a single element may be larger only in theory."""
+"""Largest rectangle that is read at once, bytes."""
 _STEP = 1 << 20
 """Bytes that are checksummed and written at once: few enough to stay in the processor's cache between the two."""
 _WRITEBACK = 32 << 20
@@ -104,7 +104,7 @@ def slabs(shape: Shape, itemsize: int, limit: int) -> Iterator[tuple[Shape, Shap
 
 
 def peak_memory(settings: WriteSettings) -> int:
-    """Upper bound of the anonymous memory that copying takes, bytes: two slabs per worker, what is gathered from several owners and the buffer."""
+    """Upper bound of the anonymous memory that copying takes, bytes: per worker its buffer and a slab gathered from several owners."""
     return 2 * SLAB * settings.workers
 
 
@@ -112,7 +112,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
     """Write files, flushed to the disk.
 
     Args:
-        folder: exists.
+        folder: is made where it is missing.
         identity: of the source, as ``reader.identity_of`` gives it; None: nothing is kept for a later run.
         journal: of the output directory that ``folder`` is or lies in; finished files that it names are kept.
 
@@ -125,6 +125,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
     plan = hashlib.sha256(b"".join(file.fingerprint() for file in files)).hexdigest()
     if journal is not None:
         journal.begin(f"{plan} {identity}" if identity is not None else None)
+    folder.mkdir(parents=True, exist_ok=True)
     total = sum(tensor.info.nbytes for file in files for tensor in file.tensors)
     run = _Run(folder, settings, journal, total)
     with _pool(settings.workers) as pool:
@@ -177,7 +178,7 @@ class _Target:
     def open(self) -> None:
         with self._lock, self._errors():
             if self._handle < 0:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.parent.mkdir(exist_ok=True)
                 self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
                 os.ftruncate(self._handle, self.file.size)
 
