@@ -10,8 +10,9 @@ from tangram.checkpoints.hf_directory import TIED_HEAD, HFDirectory
 from tangram.checkpoints.manifest import MANIFEST, check_manifest, make_manifest, manifest_text
 from tangram.checkpoints.mp_rank import TRACKER, MMDirectory, write_ranks
 from tangram.checkpoints.options import ParallelOptions, ToHFOptions, ToMMOptions
-from tangram.checkpoints.publish import new_directory, require_new
+from tangram.checkpoints.publish import require_new
 from tangram.checkpoints.reader import AliasReader, CanonicalReader
+from tangram.checkpoints.resume import resumable_directory
 from tangram.config.model import ModelConfig
 from tangram.errors import ConfigError
 from tangram.families.base import get_family
@@ -62,10 +63,10 @@ def convert_hf_to_mm(options: ToMMOptions, family: str) -> ConversionReport:
         hf_config=hf.config,
         source=hf.fingerprint,
     )
-    with new_directory(out) as temporary:
-        written = write_ranks(temporary / "release", table, topology, hf)
-        (temporary / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
-        (temporary / TRACKER).write_text("release")
+    with resumable_directory(out) as journal:
+        written = write_ranks(journal.folder / "release", table, topology, hf, journal=journal)
+        (journal.folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+        (journal.folder / TRACKER).write_text("release")
     return ConversionReport(out, len(shapes), written, topology.model_parallel_size, hf.embedding is not None)
 
 
