@@ -15,6 +15,7 @@ from tangram.checkpoints.hf_directory import INDEX, SINGLE
 from tangram.checkpoints.publish import new_directory
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, read_whole
 from tangram.checkpoints.safetensors_io import SafetensorsFile, write_safetensors
+from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.families.base import Family
 from tangram.placement.blocks import check_names
 
@@ -33,6 +34,7 @@ def export_hf(
     shards: Mapping[str, Sequence[str]] | None = None,
     max_shard_bytes: int = LARGEST_SHARD,
     dtype: torch.dtype | None = None,
+    settings: WriteSettings | None = None,
 ) -> int:
     """Write a directory that transformers loads; keys are those of the hub's files.
 
@@ -49,13 +51,19 @@ def export_hf(
         CheckpointError: ``out_dir`` has content, or anything that ``source`` raises. Nothing is published then.
         PlacementError: ``shards`` and ``source`` hold different tensors.
     """
+    settings = settings or WriteSettings()
     infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
     canonical = {family.hub_name(name): name for name in infos}
     plan = _plan(infos, family, shards, max_shard_bytes)
     check_names([key for keys in plan.values() for key in keys], list(canonical), f"shards of {out_dir}")
+    written, total = 0, sum(info.nbytes for info in infos.values())
 
     def fetch(key: str) -> torch.Tensor:
+        nonlocal written
         name = canonical[key]
+        written += infos[name].nbytes
+        if settings.progress is not None:
+            settings.progress(written, total)
         return read_whole(source, name).to(infos[name].dtype)
 
     with new_directory(out_dir) as temporary:
@@ -65,6 +73,16 @@ def export_hf(
         for file, keys in plan.items():
             write_safetensors(temporary / file, {key: infos[canonical[key]] for key in keys}, fetch, {"format": "pt"})
         return _write_index(temporary, list(plan))
+
+
+def plan_hf(
+    source: CanonicalReader, family: Family, *, shards: Mapping[str, Sequence[str]] | None, max_shard_bytes: int, dtype: torch.dtype | None
+) -> WritePlan:
+    """Which weight files ``export_hf`` writes."""
+    infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
+    sizes = {family.hub_name(name): info.nbytes for name, info in infos.items()}
+    files = tuple((file, sum(sizes[key] for key in keys)) for file, keys in _plan(infos, family, shards, max_shard_bytes).items())
+    return WritePlan(files, 2 * max(sizes.values(), default=0))
 
 
 def _cast_info(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:

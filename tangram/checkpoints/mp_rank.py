@@ -1,7 +1,7 @@
 """The ``mp_rank`` directory layout of Megatron checkpoints, as MindSpeed-MM's converter writes it.
 
 ``<dir>/latest_checkpointed_iteration.txt`` holds ``release`` or an iteration number; beside it lies ``release/`` (or ``iter_0000100/``)
-with one ``mp_rank_{tp:02}[_{pp:03}]/model_optim_rng.pt`` per rank, the pipeline part only where there is more than one stage. A file is
+with one ``mp_rank_{tp:02}[_{pp:03}][_{ep:03}]/model_optim_rng.pt`` per rank, the last parts only where these sizes are above 1. A file is
 ``{"model": {...}, "checkpoint_version": 3.0}``, with ``model0``, ``model1``, ... instead of ``model`` for virtual stages.
 """
 
@@ -19,8 +19,9 @@ import torch
 from tangram.checkpoints.copier import LocalSource, fill, local_dtype, show
 from tangram.checkpoints.load_hf import LoadReport, Parameters, pair_up
 from tangram.checkpoints.manifest import Manifest, check_manifest, read_manifest
-from tangram.checkpoints.reader import CanonicalReader
+from tangram.checkpoints.reader import CanonicalReader, count_elements
 from tangram.checkpoints.safetensors_io import raw_bytes
+from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.config.model import ModelConfig
 from tangram.errors import CheckpointError
 from tangram.placement.blocks import LocalTensor, Placement, check_names, place
@@ -31,9 +32,27 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"
 
 
-def rank_folder(tp_rank: int, pp_rank: int, pipeline: int) -> str:
-    """Folder of one rank: ``mp_rank_01`` without stages, ``mp_rank_01_003`` with."""
-    return f"mp_rank_{tp_rank:02}" + (f"_{pp_rank:03}" if pipeline > 1 else "")
+def rank_folder(tp_rank: int, pp_rank: int, pipeline: int, ep_rank: int = 0, expert: int = 1) -> str:
+    """Folder of one rank: ``mp_rank_01`` without stages and expert parallelism, ``mp_rank_01_003_000`` with both."""
+    return f"mp_rank_{tp_rank:02}" + (f"_{pp_rank:03}" if pipeline > 1 else "") + (f"_{ep_rank:03}" if expert > 1 else "")
+
+
+def _ranks(topology: Topology) -> list[tuple[int, int, int]]:
+    """Tensor, pipeline and expert rank of every file."""
+    return [(tp, pp, ep) for pp in range(topology.pipeline) for tp in range(topology.tensor_ranks) for ep in range(topology.expert)]
+
+
+def plan_ranks(table: Sequence[Rule], topology: Topology, source: CanonicalReader) -> WritePlan:
+    """Which files ``write_ranks`` writes."""
+    files, largest = [], 0
+    for tp, pp, ep in _ranks(topology):
+        size = 0
+        for vp_rank in range(topology.virtual):
+            for layout in place(table, topology, tp, topology.chunk(pp, vp_rank), ep).tensors.values():
+                nbytes = count_elements(layout.shape) * local_dtype(layout, source).itemsize
+                size, largest = size + nbytes, max(largest, nbytes)
+        files.append((f"{rank_folder(tp, pp, topology.pipeline, ep, topology.expert)}/{RANK_FILE}", size))
+    return WritePlan(tuple(files), largest)
 
 
 def chunk_keys(virtual: int) -> list[str]:
@@ -41,7 +60,7 @@ def chunk_keys(virtual: int) -> list[str]:
     return ["model"] if virtual == 1 else [f"model{i}" for i in range(virtual)]
 
 
-def write_ranks(folder: Path, table: Sequence[Rule], topology: Topology, source: CanonicalReader) -> int:
+def write_ranks(folder: Path, table: Sequence[Rule], topology: Topology, source: CanonicalReader, settings: WriteSettings | None = None) -> int:
     """Write the file of every rank into ``folder``, holding one parameter in memory at a time.
 
     Returns:
@@ -50,13 +69,15 @@ def write_ranks(folder: Path, table: Sequence[Rule], topology: Topology, source:
     Raises:
         CheckpointError, PlacementError: as ``fill``.
     """
-    written = 0
-    for pp_rank in range(topology.pipeline):
-        for tp_rank in range(topology.tensor):
-            chunks = [place(table, topology, tp_rank, topology.chunk(pp_rank, vp_rank)) for vp_rank in range(topology.virtual)]
-            path = folder / rank_folder(tp_rank, pp_rank, topology.pipeline) / RANK_FILE
-            path.parent.mkdir(parents=True)
-            written += _write_rank(path, chunks, source)
+    settings = settings or WriteSettings()
+    written, total = 0, plan_ranks(table, topology, source).bytes
+    for tp, pp, ep in _ranks(topology):
+        chunks = [place(table, topology, tp, topology.chunk(pp, vp_rank), ep) for vp_rank in range(topology.virtual)]
+        path = folder / rank_folder(tp, pp, topology.pipeline, ep, topology.expert) / RANK_FILE
+        path.parent.mkdir(parents=True)
+        written += _write_rank(path, chunks, source)
+        if settings.progress is not None:
+            settings.progress(written, total)
     return written
 
 
@@ -119,7 +140,7 @@ class MMDirectory:
         self.folder = self.path / ("release" if word == "release" else f"iter_{int(word):07}")
         self.manifest: Manifest | None = read_manifest(self.path)
         names = sorted(entry.name for entry in self.folder.glob("mp_rank_*"))
-        self.ranks = [m for m in (re.fullmatch(r"mp_rank_(\d{2})(?:_(\d{3}))?", name) for name in names) if m]
+        self.ranks = [m for m in (re.fullmatch(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?", name) for name in names) if m]
         if not self.ranks or len(self.ranks) != len(names):
             raise CheckpointError(f"{self.folder}: no folders mp_rank_TT or mp_rank_TT_PPP of one kind, found {names[:4]}; convert again")
 
@@ -130,7 +151,7 @@ class MMDirectory:
             CheckpointError: there is not.
         """
         present = {m[0] for m in self.ranks}
-        expected = {rank_folder(tp, pp, topology.pipeline) for tp in range(topology.tensor) for pp in range(topology.pipeline)}
+        expected = {rank_folder(tp, pp, topology.pipeline, ep, topology.expert) for tp, pp, ep in _ranks(topology)}
         if present != expected:
             tensor = 1 + max(int(m[1]) for m in self.ranks)
             pipeline = 1 + max(int(m[2] or 0) for m in self.ranks)
@@ -142,13 +163,13 @@ class MMDirectory:
                 f"tensor-parallel {topology.tensor} x pipeline {topology.pipeline}{absent}; convert again for this split"
             )
 
-    def load(self, tp_rank: int, pp_rank: int, topology: Topology) -> list[dict[str, torch.Tensor]]:
+    def load(self, tp_rank: int, pp_rank: int, topology: Topology, ep_rank: int = 0) -> list[dict[str, torch.Tensor]]:
         """Tensors of one rank, mapped from its file, one mapping per virtual stage.
 
         Raises:
             CheckpointError: the file is missing, damaged, holds other objects than tensors, or has another number of virtual stages.
         """
-        path = self.file(tp_rank, pp_rank, topology)
+        path = self.file(tp_rank, pp_rank, topology, ep_rank)
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; convert again")
         try:
@@ -168,9 +189,9 @@ class MMDirectory:
             )
         return [{name: value for name, value in state[key].items() if not (value is None and name.endswith("_extra_state"))} for key in expected]
 
-    def file(self, tp_rank: int, pp_rank: int, topology: Topology) -> Path:
+    def file(self, tp_rank: int, pp_rank: int, topology: Topology, ep_rank: int = 0) -> Path:
         """File of one rank."""
-        return self.folder / rank_folder(tp_rank, pp_rank, topology.pipeline) / RANK_FILE
+        return self.folder / rank_folder(tp_rank, pp_rank, topology.pipeline, ep_rank, topology.expert) / RANK_FILE
 
     def canonical(self, table: Sequence[Rule], topology: Topology, shapes: Mapping[str, Shape]) -> LocalSource:
         """All ranks' files as one source of canonical tensors.
@@ -180,13 +201,12 @@ class MMDirectory:
         """
         self.check_split(topology)
         parts = []
-        for pp_rank in range(topology.pipeline):
-            for tp_rank in range(topology.tensor):
-                where = str(self.file(tp_rank, pp_rank, topology).relative_to(self.path))
-                for vp_rank, tensors in enumerate(self.load(tp_rank, pp_rank, topology)):
-                    placement = place(table, topology, tp_rank, topology.chunk(pp_rank, vp_rank))
-                    check_names(list(tensors), list(placement.tensors), f"{self.path}/{where}")
-                    parts.append((placement, tensors, where))
+        for tp, pp, ep in _ranks(topology):
+            where = str(self.file(tp, pp, topology, ep).relative_to(self.path))
+            for vp_rank, tensors in enumerate(self.load(tp, pp, topology, ep)):
+                placement = place(table, topology, tp, topology.chunk(pp, vp_rank), ep)
+                check_names(list(tensors), list(placement.tensors), f"{self.path}/{where}")
+                parts.append((placement, tensors, where))
         return LocalSource(parts, shapes)
 
 
