@@ -14,8 +14,8 @@ from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.manifest import MANIFEST, Manifest, differences, make_manifest, manifest_text
 from tangram.checkpoints.mp_rank import TRACKER, MMDirectory, plan_ranks, write_ranks
 from tangram.checkpoints.options import FormOptions, ParallelOptions
-from tangram.checkpoints.publish import new_directory
 from tangram.checkpoints.reader import CanonicalReader
+from tangram.checkpoints.resume import resumable_directory
 from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.config.model import ModelConfig
 from tangram.config.sources import read_hf_config
@@ -62,7 +62,7 @@ class Conversion:
 
     out: Path
     source: CanonicalReader
-    plan: Callable[[], WritePlan]
+    plan: Callable[[WriteSettings], WritePlan]
     execute: Callable[[WriteSettings], int]
     tied: bool
     ranks: int | None = None
@@ -312,15 +312,14 @@ def mm_conversion(
     def execute(settings: WriteSettings) -> int:
         if before is not None:
             before()
-        with new_directory(out) as temporary:
-            written = write_ranks(temporary / "release", split.table, split.topology, source, settings)
-            (temporary / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
-            (temporary / TRACKER).write_text("release")
+        with resumable_directory(out) as journal:
+            written = write_ranks(journal.folder / "release", split.table, split.topology, source, settings, journal)
+            (journal.folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+            (journal.folder / TRACKER).write_text("release")
         return written
 
-    def plan() -> WritePlan:
-        ranks = plan_ranks(split.table, split.topology, source)
-        return WritePlan(tuple((f"release/{name}", size) for name, size in ranks.files), ranks.peak_memory)
+    def plan(settings: WriteSettings) -> WritePlan:
+        return plan_ranks(split.table, split.topology, source, settings)
 
     return Conversion(out, source, plan, execute, split.tied, split.ranks, note)
 

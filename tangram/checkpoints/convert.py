@@ -148,7 +148,7 @@ def hf_conversion(
             settings=settings,
         )
 
-    def plan() -> WritePlan:
-        return plan_hf(source, family, shards=shards, max_shard_bytes=largest, dtype=dtype)
+    def plan(settings: WriteSettings) -> WritePlan:
+        return plan_hf(source, family, shards=shards, max_shard_bytes=largest, dtype=dtype, settings=settings)
 
     return Conversion(out, source, plan, execute, tied, ranks, lossy_cast(source, dtype))

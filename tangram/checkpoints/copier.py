@@ -94,6 +94,37 @@ def fill(layout: LocalTensor, target: torch.Tensor, source: CanonicalReader, *, 
     return moved
 
 
+def read_local(layout: LocalTensor, source: CanonicalReader, start: Shape, shape: Shape, buffer: torch.Tensor) -> torch.Tensor:
+    """A rectangle of a local parameter, contiguous: a view of the source where that has it in one piece, else ``buffer``, filled.
+
+    Run ``check_tiling`` and ``check_sources`` once before.
+
+    Args:
+        buffer: of ``shape``, contiguous; its element type is that of the result.
+    """
+    for block in layout.blocks:
+        first, size = _overlap(block.local_start, block.shape, start, shape)
+        if any(n <= 0 for n in size):
+            continue
+        target = buffer[slices(tuple(a - b for a, b in zip(first, start, strict=True)), size)]
+        if block.canonical is None:
+            target.zero_()
+            continue
+        part = block.part(first, size)
+        values = block.to_local(source.read(block.canonical, part.canonical_start, part.canonical_shape))
+        if size == shape and values.dtype == buffer.dtype and values.is_contiguous():
+            return values
+        target.copy_(values)
+    return buffer
+
+
+def _overlap(one_start: Shape, one_shape: Shape, start: Shape, shape: Shape) -> tuple[Shape, Shape]:
+    """Start and shape of what two rectangles share; a size of 0 or less where they do not meet."""
+    first = tuple(map(max, one_start, start))
+    size = tuple(min(a + m, b + n) - at for a, m, b, n, at in zip(one_start, one_shape, start, shape, first, strict=True))
+    return first, size
+
+
 def show(dtype: torch.dtype) -> str:
     """``bfloat16`` rather than ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
@@ -116,13 +147,17 @@ class LocalSource:
     Args:
         parts: the placement of every rank and chunk, its tensors by local name, and a word for messages, such as the file.
         shapes: name and shape of every canonical tensor.
+        identity: see ``reader.identity_of``.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than its placement or its other parts.
         PlacementError: a canonical tensor has no owner.
     """
 
-    def __init__(self, parts: Iterable[tuple[Placement, Mapping[str, torch.Tensor], str]], shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self, parts: Iterable[tuple[Placement, Mapping[str, torch.Tensor], str]], shapes: Mapping[str, Shape], identity: str | None = None
+    ) -> None:
+        self.identity = identity
         self._owners: dict[str, dict[tuple[Shape, Shape], list[_Owner]]] = defaultdict(lambda: defaultdict(list))
         dtypes: dict[str, torch.dtype] = {}
         for placement, tensors, where in parts:
@@ -152,7 +187,7 @@ class LocalSource:
         return self._infos
 
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
-        """A rectangle, put together from its owners; a view where one owner holds exactly it.
+        """A rectangle, put together from its owners; a view where one owner holds all of it.
 
         Raises:
             CheckpointError: outside the tensor, or copies of it differ.
@@ -162,20 +197,25 @@ class LocalSource:
         owners = self._owners[name]
         if (start, shape) in owners:
             return _agreed(name, owners[start, shape], (0,) * len(shape), shape)
-        out = torch.empty(shape, dtype=self._infos[name].dtype)
+        out = torch.empty(shape, dtype=self._infos[name].dtype) if not count_elements(shape) else None
         covered = 0
         for (owner_start, owner_shape), holders in owners.items():
-            first = tuple(map(max, owner_start, start))
-            size = tuple(min(a + m, b + n) - at for a, m, b, n, at in zip(owner_start, owner_shape, start, shape, first, strict=True))
+            if shape and not owner_start[0] - shape[0] < start[0] < owner_start[0] + owner_shape[0]:
+                continue  # most of many
+            first, size = _overlap(owner_start, owner_shape, start, shape)
             if any(n <= 0 for n in size):
                 continue
             inside = tuple(at - a for at, a in zip(first, owner_start, strict=True))
+            if size == shape:
+                return _agreed(name, holders, inside, size)
+            if out is None:
+                out = torch.empty(shape, dtype=self._infos[name].dtype)
             target = tuple(at - b for at, b in zip(first, start, strict=True))
             out[slices(target, size)] = _agreed(name, holders, inside, size)
             covered += count_elements(size)
-        if covered != out.numel():
+        if out is None or covered != out.numel():
             raise PlacementError(
-                f"{name}: {covered} of {out.numel()} elements of the rectangle of shape {shape} at {start} have an owner, or some have two"
+                f"{name}: {covered} of {count_elements(shape)} elements of the rectangle of shape {shape} at {start} have an owner, or some have two"
             )
         return out
 

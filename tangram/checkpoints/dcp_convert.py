@@ -94,7 +94,7 @@ def _dcp_conversion(
             (temporary / TRACKER_FILE).write_text(f"{manifest.step}\n", encoding="utf-8")
         return total
 
-    def plan() -> WritePlan:
+    def plan(_: WriteSettings) -> WritePlan:
         return WritePlan(((f"{iteration_folder(manifest.step)}/__0_0.distcp", total),), LARGEST_PIECE)
 
     return Conversion(out, source, plan, execute, split.tied, None, note)
@@ -119,7 +119,7 @@ def prepare_dcp_to_hf(
     config = dict(reader.manifest.hf_config) or (read_hf_config(assets) if assets else {})
     if not config:
         raise CheckpointError(
-            f"{reader.folder}: holds no Hugging Face config (the run had none); name a directory that has one by --model_assets_dir"
+            f"{reader.folder}: holds no Hugging Face config (the run had none); name one that has with --model_assets_dir"
         )
     source: CanonicalReader = reader
     shards = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from tangram.checkpoints.copier import show
-from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, identity_of
 from tangram.placement.table import Shape
 
 
@@ -23,6 +23,10 @@ class CastReader:
 
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
         return self._source.read(name, start, shape).to(self._infos[name].dtype)
+
+    @property
+    def identity(self) -> str | None:
+        return identity_of(self._source)
 
 
 class SubsetReader:
@@ -40,6 +44,10 @@ class SubsetReader:
         check_rectangle(self._infos, name, start, shape, "the chosen tensors")
         return self._source.read(name, start, shape)
 
+    @property
+    def identity(self) -> str | None:
+        return identity_of(self._source)
+
 
 class OverlayReader:
     """``below`` with the tensors of ``above`` in place of its own of the same names."""
@@ -53,6 +61,11 @@ class OverlayReader:
 
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
         return (self._above if name in self._above.names() else self._below).read(name, start, shape)
+
+    @property
+    def identity(self) -> str | None:
+        below, above = identity_of(self._below), identity_of(self._above)
+        return None if below is None or above is None else f"{below} {above}"
 
 
 def lossy_cast(source: CanonicalReader, dtype: torch.dtype | None) -> str | None:

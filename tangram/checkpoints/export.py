@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tangram.checkpoints.copier import show
+from tangram.checkpoints.engine import PlannedFile, PlannedTensor, peak_memory, write_files
 from tangram.checkpoints.hf_directory import INDEX, SINGLE
-from tangram.checkpoints.publish import new_directory
-from tangram.checkpoints.reader import CanonicalReader, TensorInfo, read_whole
-from tangram.checkpoints.safetensors_io import SafetensorsFile, write_safetensors
+from tangram.checkpoints.links import require_inside
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, identity_of
+from tangram.checkpoints.resume import resumable_directory
+from tangram.checkpoints.safetensors_io import SafetensorsFile, lay_out
 from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.families.base import Family
 from tangram.placement.blocks import check_names
+from tangram.placement.table import Shape
 
 LARGEST_SHARD = 5_000_000_000
 """Bytes of tensors in one file where no source says how to cut."""
@@ -34,9 +38,11 @@ def export_hf(
     shards: Mapping[str, Sequence[str]] | None = None,
     max_shard_bytes: int = LARGEST_SHARD,
     dtype: torch.dtype | None = None,
-    settings: WriteSettings | None = None,
+    settings: WriteSettings = WriteSettings(),  # noqa: B008  frozen
 ) -> int:
     """Write a directory that transformers loads; keys are those of the hub's files.
+
+    A run that was killed leaves ``<out_dir>.partial``, from which a rerun with the same arguments takes the finished files.
 
     Args:
         files_from: directory whose tokenizer, processor and other small files are copied; None: config.json alone is written.
@@ -48,48 +54,71 @@ def export_hf(
         Bytes of tensors written.
 
     Raises:
-        CheckpointError: ``out_dir`` has content, or anything that ``source`` raises. Nothing is published then.
+        CheckpointError: ``out_dir`` has content, the disk is too small, or anything that ``source`` raises. Nothing is published then.
         PlacementError: ``shards`` and ``source`` hold different tensors.
     """
-    settings = settings or WriteSettings()
+    files = _plan(source, family, shards, max_shard_bytes, dtype)
     infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
-    canonical = {family.hub_name(name): name for name in infos}
-    plan = _plan(infos, family, shards, max_shard_bytes)
-    check_names([key for keys in plan.values() for key in keys], list(canonical), f"shards of {out_dir}")
-    written, total = 0, sum(info.nbytes for info in infos.values())
-
-    def fetch(key: str) -> torch.Tensor:
-        nonlocal written
-        name = canonical[key]
-        written += infos[name].nbytes
-        if settings.progress is not None:
-            settings.progress(written, total)
-        return read_whole(source, name).to(infos[name].dtype)
-
-    with new_directory(out_dir) as temporary:
+    with resumable_directory(out_dir) as journal:
         if files_from is not None:
-            copy_small_files(files_from, temporary)
-        _write_config(temporary, files_from, hf_config, infos)
-        for file, keys in plan.items():
-            write_safetensors(temporary / file, {key: infos[canonical[key]] for key in keys}, fetch, {"format": "pt"})
-        return _write_index(temporary, list(plan))
+            copy_small_files(files_from, journal.folder)
+        _write_config(journal.folder, files_from, hf_config, infos)
+        write_files(journal.folder, files, identity_of(source), settings, journal)
+        return _write_index(journal.folder, [file.path for file in files])
 
 
 def plan_hf(
-    source: CanonicalReader, family: Family, *, shards: Mapping[str, Sequence[str]] | None, max_shard_bytes: int, dtype: torch.dtype | None
+    source: CanonicalReader,
+    family: Family,
+    *,
+    shards: Mapping[str, Sequence[str]] | None = None,
+    max_shard_bytes: int = LARGEST_SHARD,
+    dtype: torch.dtype | None = None,
+    settings: WriteSettings = WriteSettings(),  # noqa: B008  frozen
 ) -> WritePlan:
-    """Which weight files ``export_hf`` writes."""
+    """The weight files that ``export_hf`` would write, and their index.
+
+    Raises:
+        PlacementError: ``shards`` and ``source`` hold different tensors.
+    """
+    files = _plan(source, family, shards, max_shard_bytes, dtype)
+    sizes = [(file.path, file.size) for file in files]
+    if len(files) > 1 or files[0].path != SINGLE:
+        weight_map = {tensor.name: file.path for file in files for tensor in file.tensors}
+        total = sum(tensor.info.nbytes for file in files for tensor in file.tensors)
+        sizes.append((INDEX, len(_index_text(weight_map, total).encode())))
+    return WritePlan(tuple(sizes), peak_memory(settings))
+
+
+def _plan(
+    source: CanonicalReader, family: Family, shards: Mapping[str, Sequence[str]] | None, largest: int, dtype: torch.dtype | None
+) -> list[PlannedFile]:
     infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
-    sizes = {family.hub_name(name): info.nbytes for name, info in infos.items()}
-    files = tuple((file, sum(sizes[key] for key in keys)) for file, keys in _plan(infos, family, shards, max_shard_bytes).items())
-    return WritePlan(files, 2 * max(sizes.values(), default=0))
+    canonical = {family.hub_name(name): name for name in infos}
+    keys = _cut(infos, family, shards, largest)
+    check_names([key for part in keys.values() for key in part], list(canonical), "shards to write")
+    return [_plan_file(file, {key: (canonical[key], infos[canonical[key]]) for key in part}, source) for file, part in keys.items()]
+
+
+def _plan_file(path: str, tensors: Mapping[str, tuple[str, TensorInfo]], source: CanonicalReader) -> PlannedFile:
+    """One weight file. ``tensors``: key -> canonical name, shape and element type in the file."""
+    lead, begins = lay_out({key: info for key, (_, info) in tensors.items()}, {"format": "pt"})
+    planned = tuple(
+        PlannedTensor(key, begin, tensors[key][1], partial(_fetch, source, tensors[key][0]), recipe=tensors[key][0]) for key, begin in begins.items()
+    )
+    return PlannedFile(path, len(lead) + sum(tensor.info.nbytes for tensor in planned), planned, lambda _: [(0, lead)])
+
+
+def _fetch(source: CanonicalReader, name: str, start: Shape, shape: Shape, buffer: torch.Tensor) -> torch.Tensor:
+    values = source.read(name, start, shape)
+    return values if values.dtype == buffer.dtype and values.is_contiguous() else buffer.copy_(values)
 
 
 def _cast_info(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
     return TensorInfo(info.shape, dtype) if dtype is not None and info.dtype.is_floating_point else info
 
 
-def _plan(infos: Mapping[str, TensorInfo], family: Family, shards: Mapping[str, Sequence[str]] | None, largest: int) -> dict[str, list[str]]:
+def _cut(infos: Mapping[str, TensorInfo], family: Family, shards: Mapping[str, Sequence[str]] | None, largest: int) -> dict[str, list[str]]:
     """Hub keys per file."""
     if shards is not None:
         return {file: [family.hub_name(family.canonical_name(key)) for key in keys] for file, keys in shards.items()}
@@ -107,11 +136,16 @@ def _plan(infos: Mapping[str, TensorInfo], family: Family, shards: Mapping[str, 
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Copy tokenizer, processor, chat template and code files; weights, indexes, config.json and hidden files stay behind."""
+    """Copy tokenizer, processor, chat template and code files with their permissions; weights, indexes, config.json and hidden files stay behind.
+
+    Raises:
+        CheckpointError: one is a link out of ``source``.
+    """
     for file in sorted(source.iterdir()):
         weights = file.suffix in _WEIGHT_FILES or file.name.endswith(".index.json") or file.name == "config.json"
         if file.is_file() and not weights and not file.name.startswith("."):
-            shutil.copyfile(file, target / file.name)
+            require_inside(source, file)
+            shutil.copy(file, target / file.name)
 
 
 def _write_config(target: Path, files_from: Path | None, config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
@@ -119,7 +153,7 @@ def _write_config(target: Path, files_from: Path | None, config: Mapping[str, An
     corrected = _with_dtype(config, infos)
     original = files_from / "config.json" if files_from is not None else None
     if original is not None and corrected == config and original.is_file():
-        shutil.copyfile(original, target / "config.json")
+        shutil.copy(original, target / "config.json")
     else:
         (target / "config.json").write_text(json.dumps(corrected, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -151,6 +185,9 @@ def _write_index(folder: Path, files: Sequence[str]) -> int:
         weight_map.update(dict.fromkeys(written.infos, name))
         total += sum(info.nbytes for info in written.infos.values())
     if list(files) != [SINGLE]:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(_index_text(weight_map, total), encoding="utf-8")
     return total
+
+
+def _index_text(weight_map: Mapping[str, str], total: int) -> str:
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from tangram.checkpoints.reader import TensorInfo, check_rectangle, count_elements, same_bits
+from tangram.checkpoints.links import require_inside
+from tangram.checkpoints.reader import TensorInfo, check_rectangle, count_elements, files_identity, same_bits
 from tangram.checkpoints.safetensors_io import SafetensorsFile
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
@@ -78,6 +79,7 @@ class HFDirectory:
                 raise CheckpointError(f"{index_path}: {len(absent)} of {len(wanted)} shards are missing: {name_some(absent)}; copy or download them")
         holders: dict[str, str] = {}
         for name in wanted:
+            require_inside(self.path, self.path / name)
             file = SafetensorsFile(self.path / name)
             for key in file.infos:
                 if key in holders:
@@ -179,6 +181,11 @@ class HFDirectory:
             digest.update(name.encode())
             digest.update(self._files[name].header)
         return f"sha256:{digest.hexdigest()}"
+
+    @property
+    def identity(self) -> str:
+        """Changes with ``fingerprint`` and whenever a weight file is touched; see ``reader.identity_of``."""
+        return f"{self.fingerprint} {files_identity(self.path / name for name in self._files)}"
 
     @property
     def embedding(self) -> str | None:

@@ -1,26 +1,29 @@
 """The ``mp_rank`` directory layout of Megatron checkpoints, as MindSpeed-MM's converter writes it.
 
 ``<dir>/latest_checkpointed_iteration.txt`` holds ``release`` or an iteration number; beside it lies ``release/`` (or ``iter_0000100/``)
-with one ``mp_rank_{tp:02}[_{pp:03}][_{ep:03}]/model_optim_rng.pt`` per rank, the last parts only where these sizes are above 1. A file is
-``{"model": {...}, "checkpoint_version": 3.0}``, with ``model0``, ``model1``, ... instead of ``model`` for virtual stages.
+with one ``mp_rank_{tp:02}[_{pp:03}][_{ep:03}]/model_optim_rng.pt`` per rank, the pipeline part only where there is more than one stage,
+the expert part only where experts are split. A file is ``{"model": {...}, "checkpoint_version": 3.0}``, with ``model0``, ``model1``, ...
+instead of ``model`` for virtual stages.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-import zipfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NamedTuple
 
 import torch
 
-from tangram.checkpoints.copier import LocalSource, fill, local_dtype, show
+from tangram.checkpoints.copier import LocalSource, check_sources, check_tiling, local_dtype, read_local, show
+from tangram.checkpoints.engine import PlannedFile, PlannedTensor, peak_memory, write_files
 from tangram.checkpoints.load_hf import LoadReport, Parameters, pair_up
 from tangram.checkpoints.manifest import Manifest, check_manifest, read_manifest
-from tangram.checkpoints.reader import CanonicalReader, count_elements
-from tangram.checkpoints.safetensors_io import raw_bytes
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, files_identity, identity_of
+from tangram.checkpoints.resume import Journal
+from tangram.checkpoints.torch_file import TorchFile
 from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.config.model import ModelConfig
 from tangram.errors import CheckpointError
@@ -30,29 +33,31 @@ from tangram.placement.topology import Topology
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"
+CHECKPOINT_VERSION = 3.0
 
 
-def rank_folder(tp_rank: int, pp_rank: int, pipeline: int, ep_rank: int = 0, expert: int = 1) -> str:
-    """Folder of one rank: ``mp_rank_01`` without stages and expert parallelism, ``mp_rank_01_003_000`` with both."""
-    return f"mp_rank_{tp_rank:02}" + (f"_{pp_rank:03}" if pipeline > 1 else "") + (f"_{ep_rank:03}" if expert > 1 else "")
+class Rank(NamedTuple):
+    """One of the ranks that hold different parts of a model."""
+
+    tp: int
+    pp: int = 0
+    ep: int = 0
+
+    def folder(self, topology: Topology) -> str:
+        """``mp_rank_01``, ``mp_rank_01_003`` with stages, ``mp_rank_01_003_001`` with split experts too."""
+        stage = f"_{self.pp:03}" if topology.pipeline > 1 else ""
+        return f"mp_rank_{self.tp:02}{stage}" + (f"_{self.ep:03}" if topology.expert > 1 else "")
+
+    def place(self, table: Sequence[Rule], topology: Topology) -> list[Placement]:
+        """Of this rank's chunks, by virtual stage."""
+        return [place(table, topology, self.tp, topology.chunk(self.pp, vp_rank), self.ep) for vp_rank in range(topology.virtual)]
 
 
-def _ranks(topology: Topology) -> list[tuple[int, int, int]]:
-    """Tensor, pipeline and expert rank of every file."""
-    return [(tp, pp, ep) for pp in range(topology.pipeline) for tp in range(topology.tensor_ranks) for ep in range(topology.expert)]
-
-
-def plan_ranks(table: Sequence[Rule], topology: Topology, source: CanonicalReader) -> WritePlan:
-    """Which files ``write_ranks`` writes."""
-    files, largest = [], 0
-    for tp, pp, ep in _ranks(topology):
-        size = 0
-        for vp_rank in range(topology.virtual):
-            for layout in place(table, topology, tp, topology.chunk(pp, vp_rank), ep).tensors.values():
-                nbytes = count_elements(layout.shape) * local_dtype(layout, source).itemsize
-                size, largest = size + nbytes, max(largest, nbytes)
-        files.append((f"{rank_folder(tp, pp, topology.pipeline, ep, topology.expert)}/{RANK_FILE}", size))
-    return WritePlan(tuple(files), largest)
+def all_ranks(topology: Topology) -> list[Rank]:
+    """Every rank that has a file, stage by stage."""
+    return [
+        Rank(tp, pp, ep) for pp in range(topology.pipeline) for tp in range(topology.tensor_ranks) for ep in range(topology.expert)
+    ]
 
 
 def chunk_keys(virtual: int) -> list[str]:
@@ -60,66 +65,62 @@ def chunk_keys(virtual: int) -> list[str]:
     return ["model"] if virtual == 1 else [f"model{i}" for i in range(virtual)]
 
 
-def write_ranks(folder: Path, table: Sequence[Rule], topology: Topology, source: CanonicalReader, settings: WriteSettings | None = None) -> int:
-    """Write the file of every rank into ``folder``, holding one parameter in memory at a time.
+def write_ranks(
+    folder: Path,
+    table: Sequence[Rule],
+    topology: Topology,
+    source: CanonicalReader,
+    settings: WriteSettings = WriteSettings(),  # noqa: B008  frozen
+    journal: Journal | None = None,
+) -> int:
+    """Write the file of every rank into ``folder``, flushed to the disk, a slab of a parameter in memory at a time.
+
+    Args:
+        journal: of the output directory that ``folder`` lies in; finished files that it names are kept.
 
     Returns:
         Bytes of tensors written.
 
     Raises:
-        CheckpointError, PlacementError: as ``fill``.
+        CheckpointError, PlacementError: as ``fill``, and where the disk is too small or a file cannot be written.
     """
-    settings = settings or WriteSettings()
-    written, total = 0, plan_ranks(table, topology, source).bytes
-    for tp, pp, ep in _ranks(topology):
-        chunks = [place(table, topology, tp, topology.chunk(pp, vp_rank), ep) for vp_rank in range(topology.virtual)]
-        path = folder / rank_folder(tp, pp, topology.pipeline, ep, topology.expert) / RANK_FILE
-        path.parent.mkdir(parents=True)
-        written += _write_rank(path, chunks, source)
-        if settings.progress is not None:
-            settings.progress(written, total)
-    return written
+    files = _plan(table, topology, source)
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_files(folder, files, identity_of(source), settings, journal)
 
 
-def _write_rank(path: Path, chunks: Sequence[Placement], source: CanonicalReader) -> int:
-    """Let torch lay the file out without data, then put each parameter where its storage belongs.
+def plan_ranks(table: Sequence[Rule], topology: Topology, source: CanonicalReader, settings: WriteSettings = WriteSettings()) -> WritePlan:  # noqa: B008
+    """The files that ``write_ranks`` into ``release`` would write.
 
-    The checksums of the zip entries stay 0; torch does not look at them.
+    Raises:
+        CheckpointError, PlacementError: as ``write_ranks`` before its first byte.
     """
-    layouts = [layout for chunk in chunks for layout in chunk.tensors.values()]
-    dtypes = [local_dtype(layout, source) for layout in layouts]
-    empty = iter([torch.empty(layout.shape, dtype=dtype) for layout, dtype in zip(layouts, dtypes, strict=True)])
-    state: dict[str, object] = {
-        key: {name: next(empty) for name in chunk.tensors} for key, chunk in zip(chunk_keys(len(chunks)), chunks, strict=True)
-    }
-    with torch.serialization.skip_data():
-        torch.save({**state, "checkpoint_version": 3.0}, path)
-    written = 0
-    with path.open("r+b") as file:
-        for layout, dtype, (offset, size) in zip(layouts, dtypes, _storages(path), strict=True):
-            tensor = torch.empty(layout.shape, dtype=dtype)
-            assert tensor.nbytes == size, f"{path}: storage of {size} bytes for {layout.name}"
-            fill(layout, tensor, source)
-            file.seek(offset)
-            file.write(raw_bytes(tensor))
-            written += size
-    return written
+    return WritePlan(tuple((f"release/{file.path}", file.size) for file in _plan(table, topology, source)), peak_memory(settings))
 
 
-def _storages(path: Path) -> list[tuple[int, int]]:
-    """Offset and size, in bytes, of every storage of a torch file, in the order in which they were saved.
+def _plan(table: Sequence[Rule], topology: Topology, source: CanonicalReader) -> list[PlannedFile]:
+    return [_plan_rank(f"{rank.folder(topology)}/{RANK_FILE}", rank.place(table, topology), source) for rank in all_ranks(topology)]
 
-    A zip entry's data follows its local header: 30 bytes, of which bytes 26 to 29 are the lengths of the name and the extra field after it.
-    """
-    found: dict[int, tuple[int, int]] = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        for entry in archive.infolist():
-            number = re.fullmatch(r"[^/]+/data/(\d+)", entry.filename)
-            if number:
-                file.seek(entry.header_offset + 26)
-                name, extra = struct.unpack("<HH", file.read(4))
-                found[int(number[1])] = (entry.header_offset + 30 + name + extra, entry.file_size)
-    return [found[number] for number in sorted(found)]
+
+def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader) -> PlannedFile:
+    state: dict[str, object] = {"checkpoint_version": CHECKPOINT_VERSION}
+    layouts: list[LocalTensor] = []
+    for key, chunk in zip(chunk_keys(len(chunks)), chunks, strict=True):
+        for layout in chunk.tensors.values():
+            check_tiling(layout)
+            check_sources(layout, source)
+            layouts.append(layout)
+        state[key] = {name: TensorInfo(layout.shape, local_dtype(layout, source)) for name, layout in chunk.tensors.items()}
+    file = TorchFile(Path(path).stem, state)
+    tensors = tuple(
+        PlannedTensor(layout.name, offset, info, partial(read_local, layout, source), recipe=_recipe(layout))
+        for layout, info, offset in zip(layouts, file.tensors, file.offsets, strict=True)
+    )
+    return PlannedFile(path, file.size, tensors, file.fixed)
+
+
+def _recipe(layout: LocalTensor) -> str:
+    return " ".join(f"{b.local_start} {b.canonical} {b.canonical_start} {b.shape} {b.stacked}" for b in layout.blocks)
 
 
 class MMDirectory:
@@ -141,8 +142,11 @@ class MMDirectory:
         self.manifest: Manifest | None = read_manifest(self.path)
         names = sorted(entry.name for entry in self.folder.glob("mp_rank_*"))
         self.ranks = [m for m in (re.fullmatch(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?", name) for name in names) if m]
-        if not self.ranks or len(self.ranks) != len(names):
-            raise CheckpointError(f"{self.folder}: no folders mp_rank_TT or mp_rank_TT_PPP of one kind, found {names[:4]}; convert again")
+        """Folders. Of one with a single part after the tensor rank only the split tells whether that is a stage or an expert-parallel rank."""
+        if not self.ranks or len(self.ranks) != len(names) or len({m.lastindex for m in self.ranks}) > 1:
+            raise CheckpointError(
+                f"{self.folder}: no folders mp_rank_TT, mp_rank_TT_PPP or mp_rank_TT_PPP_EEE of one kind, found {names[:4]}; convert again"
+            )
 
     def check_split(self, topology: Topology) -> None:
         """Check that there is exactly one folder per rank of a split.
@@ -151,25 +155,30 @@ class MMDirectory:
             CheckpointError: there is not.
         """
         present = {m[0] for m in self.ranks}
-        expected = {rank_folder(tp, pp, topology.pipeline, ep, topology.expert) for tp, pp, ep in _ranks(topology)}
+        expected = {rank.folder(topology) for rank in all_ranks(topology)}
         if present != expected:
-            tensor = 1 + max(int(m[1]) for m in self.ranks)
-            pipeline = 1 + max(int(m[2] or 0) for m in self.ranks)
-            absent = (
-                f"; {len(expected - present)} of its folders are missing: {', '.join(sorted(expected - present)[:4])}" if expected - present else ""
-            )
+            missing = sorted(expected - present)
+            absent = f"; {len(missing)} of its folders are missing: {', '.join(missing[:4])}" if missing else ""
             raise CheckpointError(
-                f"{self.folder}: holds {len(present)} ranks, tensor-parallel {tensor} x pipeline {pipeline}, but the run is "
-                f"tensor-parallel {topology.tensor} x pipeline {topology.pipeline}{absent}; convert again for this split"
+                f"{self.folder}: holds {len(present)} ranks, {self._sizes(topology)}, but the run is tensor-parallel {topology.tensor_ranks} x "
+                f"pipeline {topology.pipeline}{f' x expert-parallel {topology.expert}' if topology.expert > 1 else ''}{absent}; "
+                "convert again for this split"
             )
 
-    def load(self, tp_rank: int, pp_rank: int, topology: Topology, ep_rank: int = 0) -> list[dict[str, torch.Tensor]]:
+    def _sizes(self, topology: Topology) -> str:
+        """The sizes that the folders' names show, in words."""
+        tensor, second, third = (1 + max(int(m[part] or 0) for m in self.ranks) for part in (1, 2, 3))
+        if third == 1 and topology.expert > 1 and topology.pipeline == 1:
+            second, third = 1, second
+        return f"tensor-parallel {tensor} x pipeline {second}" + (f" x expert-parallel {third}" if third > 1 else "")
+
+    def load(self, rank: Rank, topology: Topology) -> list[dict[str, torch.Tensor]]:
         """Tensors of one rank, mapped from its file, one mapping per virtual stage.
 
         Raises:
             CheckpointError: the file is missing, damaged, holds other objects than tensors, or has another number of virtual stages.
         """
-        path = self.file(tp_rank, pp_rank, topology, ep_rank)
+        path = self.file(rank, topology)
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; convert again")
         try:
@@ -189,9 +198,9 @@ class MMDirectory:
             )
         return [{name: value for name, value in state[key].items() if not (value is None and name.endswith("_extra_state"))} for key in expected]
 
-    def file(self, tp_rank: int, pp_rank: int, topology: Topology, ep_rank: int = 0) -> Path:
+    def file(self, rank: Rank, topology: Topology) -> Path:
         """File of one rank."""
-        return self.folder / rank_folder(tp_rank, pp_rank, topology.pipeline, ep_rank, topology.expert) / RANK_FILE
+        return self.folder / rank.folder(topology) / RANK_FILE
 
     def canonical(self, table: Sequence[Rule], topology: Topology, shapes: Mapping[str, Shape]) -> LocalSource:
         """All ranks' files as one source of canonical tensors.
@@ -201,13 +210,12 @@ class MMDirectory:
         """
         self.check_split(topology)
         parts = []
-        for tp, pp, ep in _ranks(topology):
-            where = str(self.file(tp, pp, topology, ep).relative_to(self.path))
-            for vp_rank, tensors in enumerate(self.load(tp, pp, topology, ep)):
-                placement = place(table, topology, tp, topology.chunk(pp, vp_rank), ep)
+        for rank in all_ranks(topology):
+            where = str(self.file(rank, topology).relative_to(self.path))
+            for placement, tensors in zip(rank.place(table, topology), self.load(rank, topology), strict=True):
                 check_names(list(tensors), list(placement.tensors), f"{self.path}/{where}")
                 parts.append((placement, tensors, where))
-        return LocalSource(parts, shapes)
+        return LocalSource(parts, shapes, files_identity(self.file(rank, topology) for rank in all_ranks(topology)))
 
 
 def load_mm(
@@ -233,9 +241,9 @@ def load_mm(
     if directory.manifest is not None:
         check_manifest(directory.manifest, topology, model, str(directory.path), padded_vocab)
     directory.check_split(topology)
-    tp_rank, pp_rank = placements[0].tp_rank, placements[0].chunk.pp_rank
-    where = str(directory.file(tp_rank, pp_rank, topology))
-    files = directory.load(tp_rank, pp_rank, topology)
+    rank = Rank(placements[0].tp_rank, placements[0].chunk.pp_rank, placements[0].ep_rank)
+    where = str(directory.file(rank, topology))
+    files = directory.load(rank, topology)
     elements = read = 0
     for placement, chunk in zip(placements, files, strict=True):
         check_names(list(chunk), list(placement.tensors), where)

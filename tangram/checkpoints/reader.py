@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,6 +68,25 @@ class AliasReader:
 
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
         return self._source.read(self._aliases.get(name, name), start, shape)
+
+    @property
+    def identity(self) -> str | None:
+        inner = identity_of(self._source)
+        return None if inner is None else f"{inner} {sorted(self._aliases.items())}"
+
+
+def identity_of(source: CanonicalReader) -> str | None:
+    """A word that changes whenever the values of ``source`` may have: its property ``identity``.
+
+    None where it has no such property. What is written from it is then never kept for a later run.
+    """
+    return getattr(source, "identity", None)
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """``identity`` of a source that lies in files: their places, sizes, times and numbers on the disk."""
+    facts = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in sorted(files)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def count_elements(shape: Shape) -> int:

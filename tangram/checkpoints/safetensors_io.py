@@ -1,4 +1,4 @@
-"""Safetensors files, read by memory map and written as a stream.
+"""Safetensors files, read by memory map; their layout for writing.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header, the header, then the tensors' bytes.
 The header is read here, not by the safetensors package, so that a damaged file is named with its numbers, rectangles are cut without
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,35 +121,22 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def write_safetensors(
-    path: Path, infos: Mapping[str, TensorInfo], fetch: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a file, holding one tensor at a time. The caller flushes it to the disk.
+def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and the first byte of each tensor after it.
 
     Tensors lie in the order of the safetensors package (wide types first, then by name), so equal content gives an equal file.
 
     Args:
         infos: what the file is to hold.
-        fetch: gives the tensor of a name; it must be as ``infos`` says.
-
-    Raises:
-        CheckpointError: a fetched tensor has another shape or type than announced.
     """
     order = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins: dict[str, int] = {}
     end = 0
     for name in order:
-        begin, end = end, end + infos[name].nbytes
-        header[name] = {"dtype": CODES[infos[name].dtype], "shape": list(infos[name].shape), "data_offsets": [begin, end]}
+        begins[name], end = end, end + infos[name].nbytes
+        header[name] = {"dtype": CODES[infos[name].dtype], "shape": list(infos[name].shape), "data_offsets": [begins[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            tensor = fetch(name)
-            if TensorInfo(tuple(tensor.shape), tensor.dtype) != infos[name]:
-                raise CheckpointError(
-                    f"{path}: {name} came as {tuple(tensor.shape)} {tensor.dtype}, announced was {infos[name].shape} {infos[name].dtype}"
-                )
-            file.write(raw_bytes(tensor))
-            del tensor  # before the next is fetched
+    lead = struct.pack("<Q", len(text)) + text
+    return lead, {name: len(lead) + begin for name, begin in begins.items()}

@@ -13,6 +13,7 @@ from tangram.guard import guarded
 
 if TYPE_CHECKING:
     from tangram.checkpoints.conversion import Conversion
+    from tangram.checkpoints.writing import WriteSettings
 
 CONVERTERS: dict[str, tuple[str, ...]] = {
     "Qwen2VLConverter": ("qwen2_vl",),
@@ -175,7 +176,7 @@ def _convert(command: Command, options: CommandOptions, families: tuple[str, ...
 
     conversion = command.prepare(options, families, torch_dtype(options.dtype_name))
     if options.dry_run:
-        print(_plan(conversion))
+        print(_plan(conversion, WriteSettings(workers=options.workers)))
         return 0
     with byte_progress(conversion.out.name) as progress:
         report = conversion.write(WriteSettings(workers=options.workers, progress=progress))
@@ -183,8 +184,8 @@ def _convert(command: Command, options: CommandOptions, families: tuple[str, ...
     return 0
 
 
-def _plan(conversion: Conversion) -> str:
-    plan = conversion.plan()
+def _plan(conversion: Conversion, settings: WriteSettings) -> str:
+    plan = conversion.plan(settings)
     lines = [f"{conversion.out}: would write {len(plan.files)} weight file(s), {plan.bytes} bytes, with at most {plan.peak_memory} bytes of memory"]
     lines += [f"  {size:>16} bytes  {name}" for name, size in plan.files]
     return "\n".join([*lines, *([f"  {conversion.note}"] if conversion.note else [])])

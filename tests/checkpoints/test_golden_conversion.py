@@ -5,7 +5,7 @@ import torch
 
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.load_hf import load_hf
-from tangram.checkpoints.mp_rank import MMDirectory, load_mm
+from tangram.checkpoints.mp_rank import MMDirectory, Rank, load_mm
 from tangram.placement.blocks import place
 from tangram.placement.topology import Topology
 
@@ -82,7 +82,7 @@ def test_loading_hf_directly_and_loading_the_reference_give_the_same_parameters(
             assert report.elements == sum(tensor.numel() for chunk in direct for tensor in chunk.values())
             placements, converted = rank_parts(hf, topology, tp_rank, pp_rank)
             load_mm(mm, placements, converted, topology, hf.model)
-            stored = kit.load_rank(golden / name, mm.file(tp_rank, pp_rank, topology).parent.name)
+            stored = kit.load_rank(golden / name, mm.file(Rank(tp_rank, pp_rank), topology).parent.name)
             for key, ours, theirs in zip(sorted(k for k in stored if k.startswith("model")), direct, converted, strict=True):
                 kit.assert_same(ours, stored[key])
                 kit.assert_same(theirs, stored[key])
