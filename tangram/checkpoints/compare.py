@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 import torch
 
+from tangram.checkpoints.engine import slabs
 from tangram.checkpoints.reader import CanonicalReader, bits, same_bits
 from tangram.placement.table import Shape
 
@@ -17,19 +17,6 @@ SLAB = 4 << 20
 PIECE = 1 << 18
 """Elements of a slab that are compared at a time where something differs."""
 _TINY = torch.finfo(torch.float64).tiny
-
-
-def slabs(shape: Shape, limit: int = SLAB) -> Iterator[tuple[Shape, Shape]]:
-    """Rectangles ``(start, shape)`` of at most ``limit`` elements that tile a tensor, in the order of its elements."""
-    if prod(shape) <= limit:
-        yield (0,) * len(shape), shape
-        return
-    inner = prod(shape[1:])
-    rows = max(1, limit // inner)
-    for row in range(0, shape[0], rows):
-        count = min(rows, shape[0] - row)
-        for start, size in slabs(shape[1:], limit) if inner > limit else [((0,) * (len(shape) - 1), shape[1:])]:
-            yield (row, *start), (count, *size)
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,7 @@ def compare_tensors(
         limit: elements in memory at a time, of each side.
     """
     found = TensorComparison(name, prod(shape))
-    for start, size in slabs(shape, limit):
+    for start, size in slabs(shape, 4, 4 * limit):
         first, second = one[0].read(one[1], start, size), other[0].read(other[1], start, size)
         equal = same_bits(first, second)
         counts = NonFinite.among(first)

@@ -17,15 +17,15 @@ from typing import Any, Literal
 import torch
 
 import tangram
+from tangram.checkpoints.conversion import topology_of, whole
 from tangram.checkpoints.find_split import chunks_of
 from tangram.checkpoints.kinds import ADAPTER_MANIFEST, has_rank_folders
 from tangram.checkpoints.lora_config import AdapterConfig, read_adapter_config
 from tangram.checkpoints.lora_table import PARTS, Linear, linears, local_modules, lora_table
-from tangram.checkpoints.mp_rank import MMDirectory
-from tangram.checkpoints.open import split_topology, whole
+from tangram.checkpoints.mp_rank import MMDirectory, Rank
 from tangram.checkpoints.options import ParallelOptions
 from tangram.checkpoints.rank_file import load_rank_file
-from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, files_identity
 from tangram.checkpoints.safetensors_io import SafetensorsFile
 from tangram.config.parsing import Section, parse_section, read_mapping
 from tangram.errors import CheckpointError, ConfigError, name_some
@@ -49,6 +49,7 @@ class AdapterManifest(Section):
     family: str
     tensor_parallel: int
     vision_tensor_parallel: int
+    expert_parallel: int
     vit_pp_layers: list[list[int]]
     llm_pp_layers: list[list[int]]
     padded_vocab: int
@@ -68,6 +69,7 @@ class AdapterManifest(Section):
             tensor=self.tensor_parallel,
             vision=tuple(map(tuple, self.vit_pp_layers)),
             text=tuple(map(tuple, self.llm_pp_layers)),
+            expert=self.expert_parallel,
             vision_tensor=self.vision_tensor_parallel,
         )
 
@@ -181,6 +183,11 @@ class PeftFile:
         self.layout: KeyLayout = "hub" if hub else "state_dict"
         self._infos = {name: self._file.infos[key] for name, key in self._keys.items()}
 
+    @property
+    def identity(self) -> str:
+        """See ``identity_of``."""
+        return files_identity([self._file.path])
+
     def names(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
@@ -231,8 +238,8 @@ def open_adapter(
     else:
         mm = MMDirectory(path)
         split = split or ParallelOptions()
-        topology = manifest.topology if manifest is not None else split_topology(split, model)
-        padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by)
+        topology = manifest.topology if manifest is not None else topology_of(model, split)
+        padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by or 1)
         ranks = _ranks_of_files(mm, topology, known)
         rules = lora_table(linears(family.tensor_table(model, padded), whole(model)), ranks, str(path))
         reader = mm.canonical(rules, topology, prove_table(rules, topology))
@@ -266,7 +273,7 @@ def _ranks_of_files(mm: MMDirectory, topology: Topology, known: Mapping[str, Lin
     """As ``_ranks``, from the files of the first tensor-parallel rank, which has a part of every pair."""
     infos: dict[str, TensorInfo] = {}
     for pp_rank in range(topology.pipeline):
-        for vp_rank, tensors in enumerate(chunks_of(load_rank_file(mm.file(0, pp_rank, topology)))):
+        for vp_rank, tensors in enumerate(chunks_of(load_rank_file(mm.file(Rank(0, pp_rank), topology)))):
             chunk = topology.chunk(pp_rank, vp_rank)
             modules = local_modules(known, chunk)
             for local, tensor in tensors.items():
@@ -299,6 +306,7 @@ def adapter_manifest_text(adapter: Adapter, topology: Topology, padded_vocab: in
         family=adapter.family.name,
         tensor_parallel=topology.tensor,
         vision_tensor_parallel=topology.tensor_of("vision"),
+        expert_parallel=topology.expert,
         vit_pp_layers=[list(row) for row in topology.vision],
         llm_pp_layers=[list(row) for row in topology.text],
         padded_vocab=padded_vocab,
