@@ -122,7 +122,8 @@ HELP = ("-h", "--help")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``mm-convert``; returns the exit status.
 
-    0: done. 1: differences that verify or problems that inspect found; weights, directories or a split that cannot be converted, and full disks. 2: a command line that cannot be understood. 130:
+    0: done. 1: weights, directories or a split that cannot be converted, and full disks; what verify or inspect found wrong. 2: a command
+    line that cannot be understood, and what verify or inspect cannot read. 130:
     interrupted. Every fault is one line on standard error, and leaves no output directory.
     """
     words = list(sys.argv[1:] if argv is None else argv)
