@@ -36,6 +36,8 @@ def pair(kit, tmp_path):
         ("mm_25_tp2_pp2", "hf_qwen2_5_vl", 143_008),
         ("mm_25_tp1_pp2_vpp2", "hf_qwen2_5_vl", 143_008),
         ("mm_2_tp2_pp1", "hf_qwen2_vl", 144_256),
+        ("mm_3_tp2_pp2", "hf_qwen3_vl", 207_648),
+        ("mm_3moe_tp1_pp1_ep2", "hf_qwen3_vl_moe", 226_592),
     ],
 )
 def test_directories_of_another_converter_equal_their_source(name, hf, elements, golden):
