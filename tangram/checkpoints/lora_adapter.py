@@ -30,6 +30,7 @@ from tangram.checkpoints.safetensors_io import SafetensorsFile
 from tangram.config.parsing import Section, parse_section, read_mapping
 from tangram.errors import CheckpointError, ConfigError, name_some
 from tangram.families.base import Family, get_family
+from tangram.placement.canonical_form import PackedThirds
 from tangram.placement.proof import prove_table
 from tangram.placement.table import Rule, Shape, padded_vocabulary
 from tangram.placement.topology import Topology
@@ -242,6 +243,11 @@ def open_adapter(
         padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by or 1)
         ranks = _ranks_of_files(mm, topology, known)
         rules = lora_table(linears(family.tensor_table(model, padded), whole(model)), ranks, str(path))
+        if manifest is None and topology.tensor_of("vision") > 1 and any(isinstance(rule.layout, PackedThirds) for rule in rules):
+            raise CheckpointError(
+                f"{path}: has no {ADAPTER_MANIFEST}, and nothing in the files tells how the rows of the vision encoder's linear_qkv were split at "
+                f"tensor-parallel size {topology.tensor_of('vision')}; only size 1 can be read"
+            )
         reader = mm.canonical(rules, topology, prove_table(rules, topology))
         layout = key_layout or (manifest.key_layout if manifest is not None else "state_dict")
         adapter = Adapter(path, config, reader, family, base, known, ranks, layout, topology)
