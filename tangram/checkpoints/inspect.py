@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from tangram.config.parsing import read_mapping
 from tangram.errors import TangramError
 from tangram.families.base import Family, get_family
 from tangram.placement.blocks import canonical_shapes
+
+LORA_NAME = re.compile(r".+\.lora_[AB]\.default\.weight")
 
 
 @dataclass
@@ -213,7 +216,7 @@ def _describe_ranks(found: Inspection, path: Path, hf_dir: str | Path | None) ->
         found.split = _split(manifest, folder)
     if config is None:
         found.facts["not checked"] = "names and shapes, since neither a manifest nor --hf tells the model"
-    elif not found.problems:
+    elif not found.problems and not found.format.startswith("LoRA"):
         with found.noting():
             open_checkpoint(path, config=config)
 
@@ -240,7 +243,8 @@ def _describe_rank_files(found: Inspection, folder: Path) -> None:
     found.add_files(files)
     found.step = int(folder.name.removeprefix("iter_")) if folder.name != "release" else None
     found.optimizer = any(file.name == "distrib_optim.pt" for file in files)
-    elements = 0
+    elements = others = 0
+    pairs: dict[str, tuple[int, ...]] = {}
     for entry in sorted(folder.glob("mp_rank_*")):
         if not RANK_FOLDER.fullmatch(entry.name):
             continue
@@ -251,8 +255,15 @@ def _describe_rank_files(found: Inspection, folder: Path) -> None:
                 tensors = {name: value for name, value in chunk.items() if isinstance(value, torch.Tensor)}
                 found.add_tensors({name: TensorInfo(tuple(value.shape), value.dtype) for name, value in tensors.items()})
                 elements += sum(value.numel() for value in tensors.values())
+                pairs |= {name: tuple(value.shape) for name, value in tensors.items() if LORA_NAME.fullmatch(name)}
+                others += sum(not LORA_NAME.fullmatch(name) for name in tensors)
     if found.family is None:
         found.parameters = elements
+    if pairs and not others:
+        found.format = "LoRA adapter, mp_rank directory without adapter_config.json"
+        ranks = {shape[0] for name, shape in pairs.items() if ".lora_A." in name}
+        targets = {name.split(".lora_")[0].rpartition(".")[2] for name in pairs}
+        found.facts |= {"rank": ", ".join(map(str, sorted(ranks))), "alpha": "unknown", "targets": ", ".join(sorted(targets))}
 
 
 def _describe_training(found: Inspection, path: Path, hf_dir: str | Path | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tangram.checkpoints.inspect import inspect as inspect_directory
 from tangram.checkpoints.look_options import VerifyOptions
 from tangram.checkpoints.lora import prepare_lora_merge, prepare_lora_to_hf, prepare_lora_to_mm
 from tangram.checkpoints.lora_adapter import open_adapter
@@ -104,6 +105,15 @@ def test_packed_vision_qkv_at_one_rank_keeps_the_order_of_the_hub(kit, tmp_path)
     assert torch.equal(model[name], load_file(adapter / "adapter_model.safetensors")[key])
 
 
+def test_others_may_have_split_packed_qkv_another_way(kit, tmp_path):
+    base = kit.write_hf(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "lora", base, targets=("attn.qkv",))
+    to_mm(adapter, tmp_path / "mm")
+    (tmp_path / "mm" / "tangram_adapter.json").unlink()
+    with pytest.raises(CheckpointError, match=r"nothing in the files tells how the rows of the vision encoder's linear_qkv were split"):
+        to_hf(tmp_path / "mm", tmp_path / "back", parallel_config=SPLIT)
+
+
 SPLITS = [
     {},
     SPLIT,
@@ -136,6 +146,9 @@ def test_a_directory_that_training_wrote_takes_split_config_and_base(kit, pair, 
     to_mm(adapter, tmp_path / "mm")
     for name in ("tangram_adapter.json", "adapter_config.json"):
         (tmp_path / "mm" / name).unlink()
+    found = inspect_directory(tmp_path / "mm")
+    assert (found.format, found.facts["rank"]) == ("LoRA adapter, mp_rank directory without adapter_config.json", "4")
+    assert found.facts["targets"] == "gate_proj, linear_fc2, linear_proj, q_proj, up_proj, v_proj"
     with pytest.raises(TangramError, match=r"mm: no adapter_config.json; give the directory that has it"):
         to_hf(tmp_path / "mm", tmp_path / "back")
     to_hf(tmp_path / "mm", tmp_path / "back", parallel_config=SPLIT, hf_config={"hf_dir": str(adapter)}, key_layout="hub")
