@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 COMPAT := .venv-compat
+# Test files run at a time; many tests start two to four processes of their own.
+JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -36,11 +38,11 @@ lint: $(VENV)/.installed  ## ruff, mypy, import-linter
 	$(VENV)/bin/lint-imports
 
 test: lint  ## lint, then every test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 test-compat: $(COMPAT)/.installed  ## tests marked compat, with the oldest supported transformers
 	$(COMPAT)/bin/python -c 'import transformers as t; assert t.__version__ == "4.57.6", t.__version__'
-	$(COMPAT)/bin/python -m pytest -m compat
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m compat
 
 demo: $(VENV)/.installed  ## train and export a small model on four processes; look at runs/demo/report.html
 	$(VENV)/bin/tangram demo

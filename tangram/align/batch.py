@@ -88,7 +88,7 @@ def check_batch(batch: Mapping[str, torch.Tensor], model: ModelConfig, where: st
 def _check_images(batch: Mapping[str, torch.Tensor], model: ModelConfig, where: str) -> None:
     if ("pixel_values" in batch) != ("image_grid_thw" in batch):
         raise DataError(f"{where}: pixel_values and image_grid_thw belong together; give both or neither")
-    if bool((batch["input_ids"] == model.video_token_id).any()):
+    if model.video_token_id is not None and bool((batch["input_ids"] == model.video_token_id).any()):
         raise DataError(f"{where}: input_ids holds video placeholders (id {model.video_token_id}), which a comparison does not run yet; use images")
     if "pixel_values" in batch:
         if model.image_encoder is None:

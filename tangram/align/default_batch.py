@@ -72,7 +72,8 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
         prompt = words(2)
         for height, width in images if vision else ():
             grids.append((1, height, width))
-            prompt += [model.vision_start_token_id, *[model.img_context_token_id] * (height * width // merge), *words(1)]
+            start = [] if model.vision_start_token_id is None else [model.vision_start_token_id]
+            prompt += [*start, *[model.img_context_token_id] * (height * width // merge), *words(1)]
         rows.append((prompt + words(question), words(answer)))
     samples = [
         EncodedSample(id=number, input_ids=prompt + answer, labels=[IGNORE] * len(prompt) + answer) for number, (prompt, answer) in enumerate(rows)

@@ -46,13 +46,17 @@ def load_reference(hf_dir: Path, dtype: torch.dtype = torch.float32, attention: 
             model, info = AutoModelForImageTextToText.from_pretrained(
                 hf_dir, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
             )
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{hf_dir}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # whatever transformers raises, the model cannot serve as reference
+        raise CheckpointError(f"{hf_dir}: transformers cannot load it: {_one_line(error)}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             names = sorted(map(str, info[what]))
             raise CheckpointError(f"{hf_dir}: transformers reports {len(names)} {what.replace('_', ' ')}, such as {names[0]}")
     return model.to(torch.float32).eval()
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def token_types(input_ids: torch.Tensor, image_token_id: int, video_token_id: int) -> torch.Tensor:
@@ -107,10 +111,18 @@ def observe(model: torch.nn.Module, batch: Tensors) -> Observation:
     Returns:
         Loss (``token_loss``), logits, and gradients by ``state_dict`` name. A parameter that the batch does not reach has a gradient of
         zeros.
+
+    Raises:
+        CheckpointError: transformers' own forward fails on the model, as it does on sizes that its config allows and its code does not.
     """
     model.zero_grad(set_to_none=True)
-    with PositionWitness(model, batch["position_ids"]):
-        logits = model(**forward_arguments(model, batch)).logits
+    try:
+        with PositionWitness(model, batch["position_ids"]):
+            logits = model(**forward_arguments(model, batch)).logits
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{model.name_or_path}: transformers cannot run it, so there is nothing to compare with: {_one_line(error)}; correct its config.json"
+        ) from error
     loss = token_loss(logits, batch["labels"])
     loss.backward()
     gradients = {

@@ -59,12 +59,13 @@ def open_subject(hf_dir: Path, work: Path, plugins: Sequence[str] = ()) -> Subje
 
     Raises:
         CheckpointError: no such directory.
-        ConfigError: its config.json is missing or cannot be represented, or a plug-in cannot be imported.
+        ConfigError: its config.json is missing or cannot be represented, no backend runs the family, or a plug-in cannot be imported.
     """
     load_plugins(plugins)
     if not hf_dir.is_dir():
         raise CheckpointError(f"{hf_dir}: no such directory; give a Hugging Face model directory, or write a small one with 'tangram tiny'")
     family = get_family(str(read_mapping(hf_dir / "config.json").get("model_type")))
+    family.check_backend("megatron")
     directory, replaced = runnable_directory(hf_dir, work / "hf")
     model = family.from_hf_config(read_mapping(directory / "config.json"))
     return Subject(directory, family, model, tuple(str(Path(plugin).resolve()) for plugin in plugins), replaced)

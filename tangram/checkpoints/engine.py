@@ -145,7 +145,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
 class _pool(ThreadPoolExecutor):
     """Threads of which the first failure ends the waiting ones."""
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:  # type: ignore[override]
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.shutdown(wait=True, cancel_futures=kind is not None)
 
 

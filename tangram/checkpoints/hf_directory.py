@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from tangram.checkpoints.expert_stacks import turned, turned_stacks
 from tangram.checkpoints.links import require_inside
 from tangram.checkpoints.reader import TensorInfo, check_rectangle, count_elements, files_identity, same_bits
 from tangram.checkpoints.safetensors_io import SafetensorsFile
@@ -34,7 +35,8 @@ class HFDirectory:
     """Weights and config of a Hugging Face directory.
 
     Both key layouts are read: the hub's (``visual.*``, ``model.layers.*``) and that of ``state_dict()`` (``model.visual.*``,
-    ``model.language_model.*``). Files are mapped, not loaded. ``bytes_read`` counts the bytes of all rectangles handed out.
+    ``model.language_model.*``), and stacked experts either way round; see ``expert_stacks``. Files are mapped, not loaded.
+    ``bytes_read`` counts the bytes of all rectangles handed out.
 
     Args:
         path: the directory.
@@ -59,7 +61,6 @@ class HFDirectory:
         self._find_files()
         self.layout: Literal["hub", "state_dict"] = self._find_layout()
         self._places = {self.family.canonical_name(key): (file, key) for file, keys in self.shards.items() for key in keys}
-        self._infos = {name: self._files[file].infos[key] for name, (file, key) in self._places.items()}
 
     def _find_files(self) -> None:
         index_path = self.path / INDEX
@@ -132,7 +133,30 @@ class HFDirectory:
             )
         return "state_dict" if state_dict else "hub"
 
+    @cached_property
+    def _stored(self) -> dict[str, TensorInfo]:
+        """Every tensor as its file holds it."""
+        return {name: self._files[file].infos[key] for name, (file, key) in self._places.items()}
+
+    @cached_property
+    def _turned(self) -> frozenset[str]:
+        """Stacked experts that the files hold as ``[experts, out, in]``. The config is looked at only where there is a stack."""
+        if not any(len(info.shape) == 3 for info in self._stored.values()):
+            return frozenset()
+        rules = [rule for rule in self.table if any(source.stacked for source in rule.sources)]
+        return turned_stacks(self._shapes_of(rules), self._stored, str(self.path))
+
+    @cached_property
+    def _infos(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(turned(info.shape), info.dtype) if name in self._turned else info for name, info in self._stored.items()}
+
     def names(self) -> Mapping[str, TensorInfo]:
+        """Every tensor there is.
+
+        Raises:
+            CheckpointError: as ``turned_stacks``.
+            ConfigError: as ``model``, where there are stacked experts.
+        """
         return self._infos
 
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
@@ -140,6 +164,8 @@ class HFDirectory:
         file, key = self._places[name]
         with self._lock:
             self.bytes_read += count_elements(shape) * self._infos[name].dtype.itemsize
+            if name in self._turned:
+                return self._files[file].read(key, turned(start), turned(shape)).transpose(1, 2)
             return self._files[file].read(key, start, shape)
 
     def close(self) -> None:
@@ -169,9 +195,12 @@ class HFDirectory:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Name and shape of every canonical tensor that the model has by its config."""
+        return self._shapes_of(self.table)
+
+    def _shapes_of(self, rules: list[Rule]) -> dict[str, Shape]:
         encoder = self.model.image_encoder
         vision = encoder.vision_encoder.num_layers if encoder else 0
-        return canonical_shapes(self.table, Topology.build(vision_layers=vision, text_layers=self.model.text_decoder.num_layers))
+        return canonical_shapes(rules, Topology.build(vision_layers=vision, text_layers=self.model.text_decoder.num_layers))
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from tangram.checkpoints.copier import LocalSource, check_sources, check_tiling,
 from tangram.checkpoints.engine import PlannedFile, PlannedTensor, peak_memory, write_files
 from tangram.checkpoints.load_hf import LoadReport, Parameters, pair_up
 from tangram.checkpoints.manifest import Manifest, check_manifest, read_manifest
+from tangram.checkpoints.rank_file import load_rank_file
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, files_identity, identity_of
 from tangram.checkpoints.resume import Journal
 from tangram.checkpoints.torch_file import TorchFile
@@ -179,17 +179,8 @@ class MMDirectory:
             CheckpointError: the file is missing, damaged, holds other objects than tensors, or has another number of virtual stages.
         """
         path = self.file(rank, topology)
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file; convert again")
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except UnpicklingError as error:
-            raise CheckpointError(f"{path}: holds more than tensors and plain values, which is not loaded: {str(error).split('.')[0]}") from None
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: cannot be read, {path.stat().st_size} bytes: {str(error).splitlines()[0]}; copy or convert it again"
-            ) from None
-        present = sorted(key for key in state if re.fullmatch(r"model\d*", key)) if isinstance(state, Mapping) else []
+        state = load_rank_file(path)
+        present = sorted(key for key in state if re.fullmatch(r"model\d*", key))
         expected = chunk_keys(topology.virtual)
         if present != sorted(expected):
             raise CheckpointError(

@@ -102,14 +102,16 @@ def slices(start: Shape, shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size; integers as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal in type, shape and every bit; a NaN equals itself."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
-    return torch.equal(one.view(integer), other.view(integer))
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 
 def read_whole(source: CanonicalReader, name: str) -> torch.Tensor:

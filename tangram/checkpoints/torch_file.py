@@ -129,7 +129,7 @@ class _Tensor:
     def __reduce__(self) -> tuple[Any, ...]:
         shape = self.info.shape
         strides = tuple(count_elements(shape[dim + 1 :]) for dim in range(len(shape)))
-        place = (_Storage(self.info), 0, shape, strides, False, OrderedDict())
+        place: tuple[Any, ...] = (_Storage(self.info), 0, shape, strides, False, OrderedDict())
         if _typed(self.info.dtype) is None:
             return torch._utils._rebuild_tensor_v3, (*place, self.info.dtype)
         return torch._utils._rebuild_tensor_v2, place

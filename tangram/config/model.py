@@ -106,17 +106,21 @@ class VisionEncoderConfig(RecomputeKeys):
 
 
 class VisionProjectorConfig(Section):
-    """Norm, merge of neighbouring patches, two linears: ``[n * merge^2, input_size] -> [n, hidden_size]``."""
+    """Norm, merge of neighbouring patches, two linears: ``[n * merge^2, input_size] -> [n, hidden_size]``.
+
+    With ``model_id`` ``mlp`` only the two linears: ``[n, input_size] -> [n, hidden_size]``.
+    """
 
     model_id: str
     input_size: int = Field(ge=1)
     """Width of the vision encoder's output."""
     ffn_hidden_size: int = Field(ge=1)
-    """Width after merging: input_size * spatial_merge_size ** 2."""
+    """Width between the linears; where patches are merged, the width after it: input_size * spatial_merge_size ** 2."""
     hidden_size: int = Field(ge=1)
     """Width of the text decoder."""
     activation_func: Activation = "gelu"
-    normalization: Normalization
+    normalization: Normalization | None = None
+    """Needed unless ``model_id`` is ``mlp``, which has no norm."""
     layernorm_epsilon: float = Field(default=1e-6, gt=0)
     add_bias_linear: bool = True
     init_method_std: float = Field(default=0.02, gt=0)
@@ -133,6 +137,15 @@ class ImageEncoderConfig(Section):
         merged = encoder.hidden_size * encoder.spatial_merge_size**2
         if projector.input_size != encoder.hidden_size:
             raise ValueError(f"vision_projector.input_size {projector.input_size} is not vision_encoder.hidden_size {encoder.hidden_size}")
+        if projector.model_id == "mlp":
+            if projector.normalization is not None or encoder.spatial_merge_size != 1:
+                raise ValueError(
+                    "vision_projector 'mlp' neither normalises nor merges: leave normalization out and set spatial_merge_size to 1; "
+                    f"got {projector.normalization!r}, {encoder.spatial_merge_size}"
+                )
+            return self
+        if projector.normalization is None:
+            raise ValueError("vision_projector.normalization is missing; give RMSNorm or LayerNorm")
         if projector.ffn_hidden_size != merged:
             raise ValueError(f"vision_projector.ffn_hidden_size {projector.ffn_hidden_size} is not hidden_size * spatial_merge_size^2 = {merged}")
         return self
@@ -197,14 +210,18 @@ class ModelConfig(Section):
     """The family, such as ``qwen2_5_vl``."""
     img_context_token_id: int = Field(ge=0)
     """Id of ``<|image_pad|>``: its positions receive the image embeddings."""
-    video_token_id: int = Field(ge=0)
-    vision_start_token_id: int = Field(ge=0)
+    video_token_id: int | None = Field(default=None, ge=0)
+    """Needed by ``mrope`` positions, as ``vision_start_token_id`` is; None: the model has no such token."""
+    vision_start_token_id: int | None = Field(default=None, ge=0)
     image_encoder: ImageEncoderConfig | None = None
     text_decoder: TextDecoderConfig
 
     @model_validator(mode="after")
     def _components_fit(self) -> ModelConfig:
         text = self.text_decoder
+        absent = [key for key in ("video_token_id", "vision_start_token_id") if getattr(self, key) is None]
+        if absent and text.position_embedding_type == "mrope":
+            raise ValueError(f"{' and '.join(absent)} missing; position_embedding_type 'mrope' needs {'it' if len(absent) == 1 else 'them'}")
         if self.image_encoder is not None:
             projector = self.image_encoder.vision_projector
             if projector.hidden_size != text.hidden_size:

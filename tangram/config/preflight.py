@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tangram.config.preflight_files import FILE_RULES
-from tangram.config.preflight_rules import RULES, Rule, Subject, notes, split_lines
+from tangram.config.preflight_rules import GATES, RULES, Rule, Subject, notes, split_lines
 from tangram.config.run import RunConfig
 from tangram.errors import TangramError
 
@@ -21,7 +21,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All outcomes. Without a valid split, the rules that need one are left out."""
+    """All outcomes. Without a backend that runs the family, or a valid split, the rules after it are left out."""
 
     findings: list[Finding]
     notes: list[str] = field(default_factory=list)
@@ -51,10 +51,12 @@ def check_run(run: RunConfig, world_size: int | None) -> Report:
         world_size: number of processes; None: not known yet.
     """
     subject = Subject(run, world_size)
-    findings = [_apply(*RULES[0], subject)]
-    if findings[0].error is not None:
-        return Report(findings)
-    findings += [_apply(name, rule, subject) for name, rule in (*RULES[1:], *FILE_RULES)]
+    findings: list[Finding] = []
+    for name, rule in GATES:
+        findings.append(_apply(name, rule, subject))
+        if findings[-1].error is not None:
+            return Report(findings)
+    findings += [_apply(name, rule, subject) for name, rule in (*RULES, *FILE_RULES)]
     return Report(findings, notes(subject), split_lines(subject.topology))
 
 

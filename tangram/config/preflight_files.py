@@ -5,48 +5,26 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal
 
+from tangram.checkpoints.kinds import kind_of_weights
 from tangram.config.hf_compare import compare_with_hf
 from tangram.config.parsing import read_mapping
 from tangram.config.preflight_rules import Rule, Subject
 from tangram.errors import CheckpointError, ConfigError, DataError
 from tangram.families import get_family
 
-WeightKind = Literal["Hugging Face directory", "mp_rank directory", "training checkpoint"]
-
-
-def kind_of_weights(path: str | Path) -> WeightKind:
-    """Which of the three kinds of weights a directory holds.
-
-    Raises:
-        CheckpointError: it does not exist or is none of them.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"load {path}: {'it is a file' if path.exists() else 'no such folder'}; give a folder of weights, or leave load out")
-    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-        return "Hugging Face directory"
-    if any(path.glob("*/mp_rank_*/model_optim_rng.pt")):
-        return "mp_rank directory"
-    if (path / ".metadata").is_file() or any(path.glob("iter_*/.metadata")):
-        return "training checkpoint"
-    found = sorted(entry.name for entry in path.iterdir())[:5]
-    raise CheckpointError(
-        f"load {path}: neither a Hugging Face directory (*.safetensors), nor an mp_rank directory (release/mp_rank_*), nor a training "
-        f"checkpoint (iter_*/.metadata); it holds {', '.join(found) or 'nothing'}"
-    )
-
 
 def weights(subject: Subject) -> str:
     source = subject.run.model
     if source.load is None:
         return "random, from the seed"
-    kind = kind_of_weights(source.load)
+    kind = kind_of_weights(source.load, "load")
     if kind == "Hugging Face directory":
         if not Path(source.load, "config.json").is_file():
             raise CheckpointError(f"load {source.load}: it has *.safetensors but no config.json; copy the model's config.json there")
         _check_shards(Path(source.load))
+    elif kind == "LoRA adapter":
+        raise CheckpointError(f"load {source.load}: a LoRA adapter, which is no model; merge it into its base first (mm-convert ... lora_merge)")
     elif kind == "mp_rank directory":
         _check_mp_rank(subject, Path(source.load))
     else:

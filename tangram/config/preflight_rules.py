@@ -12,6 +12,7 @@ from functools import cached_property
 from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
+from tangram.families import get_family
 from tangram.placement.topology import Topology
 
 
@@ -59,6 +60,11 @@ class Subject:
 Rule = Callable[[Subject], str]
 
 
+def backend(subject: Subject) -> str:
+    get_family(subject.model.model_id).check_backend(subject.run.backend)
+    return subject.run.backend
+
+
 def layers_per_stage(subject: Subject) -> str:
     topology = subject.topology
     parts = [f"{topology.vision_layers} vision layers"] if topology.vision_layers else []
@@ -93,7 +99,8 @@ def tensor_parallel(subject: Subject) -> str:
 def vocabulary(subject: Subject) -> str:
     rows, padded = subject.text.vocab_size, subject.run.padded_vocab
     model = subject.model
-    tokens = {key: getattr(model, key) for key in ("img_context_token_id", "video_token_id", "vision_start_token_id")}
+    keys = ("img_context_token_id", "video_token_id", "vision_start_token_id")
+    tokens = {key: getattr(model, key) for key in keys if getattr(model, key) is not None}
     outside = [f"{name} {value}" for name, value in tokens.items() if value >= rows]
     if outside:
         raise ConfigError(f"text_decoder.vocab_size is {rows}, so the model has no embedding for {', '.join(outside)}; correct the ids or vocab_size")
@@ -195,8 +202,9 @@ def evaluation(subject: Subject) -> str:
     return f"{training.eval_iters} steps every {training.eval_interval}" if training.eval_iters else "off"
 
 
+GATES: tuple[tuple[str, Rule], ...] = (("backend", backend), ("layers per stage", layers_per_stage))
+"""Rules without which the others have nothing to check."""
 RULES: tuple[tuple[str, Rule], ...] = (
-    ("layers per stage", layers_per_stage),
     ("tensor parallel", tensor_parallel),
     ("vocabulary", vocabulary),
     ("processes", world_size),

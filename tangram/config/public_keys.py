@@ -58,6 +58,13 @@ def _dtype(raw: Raw, facts: RunFacts) -> str | None:
     return facts.dtype
 
 
+def _rope_scaling(raw: Raw, facts: RunFacts) -> dict[str, Any] | None:
+    """null repeats nothing."""
+    if raw.get("rope_scaling") is None:
+        return None
+    return {"mrope_interleaved": raw.get("mrope_interleaved", False), "mrope_section": raw.get("mrope_section"), "rope_type": "default"}
+
+
 _OFF = Only((False, None), "it is not supported yet")
 _NULL = Only((None,), "it is not supported yet")
 _ONE = Only((1,), "it is not supported yet")
@@ -101,7 +108,7 @@ MODEL: dict[Path, dict[str, Entry]] = {
         "num_layers": Only((1,), "a projector is one MLP"),
         "gated_linear_unit": Only((False,), "a projector is a plain MLP"),
         "bias_activation_fusion": Only((False,), "there is no such fusion"),
-        "use_postshuffle_norm": _OFF,
+        "use_postshuffle_norm": Only((False, None), "the projector's norm comes before merging; that of DeepStack mergers always after it"),
     },
     ("text_decoder",): {
         **_TYPES,
@@ -112,14 +119,14 @@ MODEL: dict[Path, dict[str, Entry]] = {
             "num_query_groups < num_attention_heads", lambda raw, facts: raw.get("num_query_groups") != raw.get("num_attention_heads")
         ),
         "use_qk_norm": Repeats("qk_layernorm", lambda raw, facts: raw.get("qk_layernorm", False)),
-        "rope_scaling": _NULL,
+        "rope_scaling": Repeats("mrope_section and mrope_interleaved", _rope_scaling),
         "use_fused_rotary_pos_emb": _ROPE_FUSION,
         "bias_activation_fusion": Only((False,), "there is no such fusion"),
         "attention_softmax_in_fp32": NoEffect("the attention kernels accumulate in fp32 by themselves"),
         "parallel_output": Only((True,), "logits stay split over tensor-parallel ranks in training"),
         "use_remove_padding": _OFF,
         "use_te": _OFF,
-        "num_moe_experts": _NULL,
+        "num_moe_experts": Only((None,), "experts are for model_id qwen3_vl_moe"),
         "tokenizer_type": NoEffect("model_name_or_path of data.json names the tokenizer"),
         "is_encoder_decoder": _OFF,
         "use_infer_fa": _OFF,

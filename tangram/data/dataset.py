@@ -47,7 +47,7 @@ class ConversationDataset:
         max_samples: use only so many, from the beginning.
 
     Raises:
-        DataError: a file that cannot be read, no samples at all, or fewer than ``max_samples``.
+        DataError: a file that cannot be read, no samples at all, fewer than ``max_samples``, or a first sample that breaks the format.
     """
 
     def __init__(self, paths: Sequence[str], attr: DatasetAttr, media_dir: str = ".", max_samples: int | None = None) -> None:
@@ -62,6 +62,8 @@ class ConversationDataset:
         if max_samples is not None and max_samples > total:
             raise DataError(f"{names}: max_samples is {max_samples} but the dataset has {total} samples; lower max_samples or remove it")
         self._length = total if max_samples is None else max_samples
+        # A file that is no list of samples would else be called too short.
+        self[0]
 
     @classmethod
     def from_config(cls, basic: BasicParameters, attr: DatasetAttr, split: str = "train") -> ConversationDataset:
@@ -147,7 +149,12 @@ class ConversationDataset:
         attr = self.attr
         raw = record.get(attr.messages)
         if not isinstance(raw, list) or not raw:
-            raise DataError(f"{where}: {attr.messages!r} must be a list of messages, got {_short(raw)}; data.json's attr.messages names the column")
+            inner = next((key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
+            hint = f" (the record's list is {inner!r})" if inner is not None and inner != attr.messages else ""
+            raise DataError(
+                f"{where}: {attr.messages!r} must be a list of messages, got {_short(raw)}{hint}; data.json's attr.messages names the column; "
+                "a file is a JSON array of samples or has one sample a line"
+            )
         system = record.get(attr.system) if attr.system else None
         if system is not None and not isinstance(system, str):
             raise DataError(f"{where}: {attr.system!r} must be a string, got {_short(system)}")

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MAX_ASPECT_RATIO = 200
 PROCESSOR_FILE = "preprocessor_config.json"
+WHOLE_PROCESSOR_FILE = "processor_config.json"
+"""What transformers 5 writes instead when a whole processor is saved; its ``image_processor`` is what the other file holds."""
 DEEP_MODES = ("I", "F")
 """Pillow modes, or beginnings of them, of one channel with 16 or 32 bits."""
 
@@ -61,6 +63,19 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return max(factor, rows), max(factor, columns)
 
 
+def _processor_file(folder: Path) -> Path:
+    """The file with the image processor's settings; as in transformers, that of the whole processor comes first if it holds them."""
+    whole = folder / WHOLE_PROCESSOR_FILE
+    if whole.is_file() and b'"image_processor"' in whole.read_bytes():
+        return whole
+    if not (folder / PROCESSOR_FILE).is_file():
+        raise ConfigError(
+            f"{folder / PROCESSOR_FILE}: no such file; preprocess_parameters.model_name_or_path must name a Hugging Face folder with "
+            f"{PROCESSOR_FILE}, or with a {WHOLE_PROCESSOR_FILE} that holds an image_processor"
+        )
+    return folder / PROCESSOR_FILE
+
+
 @dataclass(frozen=True)
 class ImageProcessor:
     """Turns image files into grids and patches.
@@ -88,14 +103,14 @@ class ImageProcessor:
         """The processor of a Hugging Face folder, with the pixel limits of data.json in place of the folder's.
 
         Raises:
-            ConfigError: preprocessor_config.json is missing or lacks a key, does not fit the vision encoder, switches a step off, or the
-                limits leave no size.
+            ConfigError: preprocessor_config.json and processor_config.json are missing or lack a key, do not fit the vision encoder, switch a
+                step off, or the limits leave no size.
         """
-        path = Path(preprocess.model_name_or_path) / PROCESSOR_FILE
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file; preprocess_parameters.model_name_or_path must name a Hugging Face folder with {PROCESSOR_FILE}")
+        path = _processor_file(Path(preprocess.model_name_or_path))
         try:
             raw: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
+            if path.name == WHOLE_PROCESSOR_FILE:
+                raw = raw["image_processor"]
             geometry = {key: int(raw[key]) for key in ("patch_size", "temporal_patch_size", "merge_size")}
             mean, std = tuple(map(float, raw["image_mean"])), tuple(map(float, raw["image_std"]))
             rescale, resample = float(raw.get("rescale_factor", 1 / 255)), int(raw.get("resample", 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tangram.errors import ConfigError, suggest
@@ -76,12 +76,17 @@ def register_template(name: str, template: Template) -> None:
     _templates[name] = template
 
 
-def get_template(name: str) -> Template:
+def get_template(name: str | None) -> Template:
     """The template of that name.
 
+    Args:
+        name: None: neither data.json nor the family names one.
+
     Raises:
-        ConfigError: no such template.
+        ConfigError: no such template, or no name.
     """
+    if name is None:
+        raise ConfigError("this model family has no chat template here; register one in a plug-in and name it in basic_parameters.template")
     if name not in _templates:
         raise ConfigError(f"unknown template {name!r}{suggest(name, _templates)}; known: {', '.join(sorted(_templates))}")
     return _templates[name]
@@ -101,3 +106,4 @@ register_template(
         default_system="You are a helpful assistant.",
     ),
 )
+register_template("qwen3_vl", replace(get_template("qwen2vl"), default_system=None))

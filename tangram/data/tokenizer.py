@@ -102,5 +102,6 @@ def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
     """
     tokenizer = Tokenizer.from_folder(folder)
     wanted = {VISION_START: model.vision_start_token_id, IMAGE: model.img_context_token_id, VIDEO: model.video_token_id}
-    tokenizer.check_ids(wanted if model.image_encoder else {}, model.text_decoder.vocab_size)
+    present = {token: number for token, number in wanted.items() if number is not None and model.image_encoder}
+    tokenizer.check_ids(present, model.text_decoder.vocab_size)
     return tokenizer

@@ -35,8 +35,9 @@ class Family:
             matches is canonical already.
         to_hub: the reverse, used on export.
         rope_index: builds 3-D positions; see ``tangram.data.positions``.
-        template: name of the chat template.
+        template: name of the chat template; None: there is none, so that samples are refused which do not name one.
         tiny: ``(out, seed, tied, spec)`` writes a small random Hugging Face checkpoint; see ``tangram.families.tiny``.
+        backends: names of the backends that run the model; weights of a family that none runs can be converted.
     """
 
     name: str
@@ -44,12 +45,23 @@ class Family:
     from_hf_config: Callable[[HFConfig], ModelConfig]
     tensor_table: Callable[[ModelConfig, int], list[Rule]]
     rope_index: Callable[..., Any]
-    template: str
+    template: str | None
     tiny: TinyWriter
     config_class: type[ModelConfig] = ModelConfig
     model_ids: tuple[str, ...] = ()
     from_hub: Renames = ()
     to_hub: Renames = ()
+    backends: tuple[str, ...] = ("megatron",)
+
+    def check_backend(self, backend: str) -> None:
+        """Refuse a backend that does not run the family.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if backend not in self.backends:
+            instead = f"; use {' or '.join(self.backends)}" if self.backends else ""
+            raise ConfigError(f"family {self.name}: weights can be converted, the {backend} backend does not run it yet{instead}")
 
     def canonical_name(self, key: str) -> str:
         """Name under which ``state_dict()`` knows the tensor that a file calls ``key``."""

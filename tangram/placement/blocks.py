@@ -137,13 +137,18 @@ def place(table: Sequence[Rule], topology: Topology, tp_rank: int, chunk: Chunk,
     """
     tensors: dict[str, LocalTensor] = {}
     for rule in table:
-        tp_size = topology.tensor_of(rule.component)
-        for local_number, number in _numbers(rule, topology, chunk):
-            for local_expert, expert in enumerate(_experts(rule, topology, ep_rank)):
+        numbers, tp_size = _numbers(rule, topology, chunk), topology.tensor_of(rule.component)
+        if not numbers:
+            continue
+        experts, shape, parts = _experts(rule, topology, ep_rank), *_parts(rule, numbers[0][1], tp_size, tp_rank % tp_size)
+        for local_number, number in numbers:
+            sources = tuple(Source(source.name.format(i=number), source.shape, source.stacked) for source in rule.sources)
+            for local_expert, expert in enumerate(experts):
                 name = rule.local.format(i=local_number, e=local_expert)
                 if name in tensors:
                     raise PlacementError(f"tensor table has two rules for the local parameter {name}")
-                tensors[name] = _lay_out(rule, name, number, expert, tp_size, tp_rank % tp_size)
+                blocks = tuple(part.block(name, sources, expert) for part in parts)
+                tensors[name] = LocalTensor(name=name, shape=shape, blocks=blocks, rule=rule, sources=sources)
     return Placement(chunk=chunk, tp_rank=tp_rank, tensors=tensors, ep_rank=ep_rank)
 
 
@@ -174,28 +179,44 @@ def _experts(rule: Rule, topology: Topology, ep_rank: int) -> range:
     return range(ep_rank * share, (ep_rank + 1) * share)
 
 
-def _lay_out(rule: Rule, name: str, number: int, expert: int, tp_size: int, tp_rank: int) -> LocalTensor:
-    axis = rule.layout.axis
-    full = rule.sources[0].view_shape
-    sources = tuple(replace(source, name=source.name.format(i=number)) for source in rule.sources)
+@dataclass(frozen=True)
+class _Part:
+    """A block of every parameter that a rule makes on one tensor rank, before it has names; ``source`` as in ``Run``."""
+
+    source: int | None
+    local_start: Shape
+    start: Shape
+    shape: Shape
+
+    def block(self, name: str, sources: Sequence[Source], expert: int) -> Block:
+        if self.source is None:
+            return Block(name, self.local_start, None, self.start, self.shape)
+        source = sources[self.source]
+        start = (expert, self.start[1], self.start[0]) if source.stacked else self.start
+        return Block(name, self.local_start, source.name, start, self.shape, source.stacked)
+
+
+def _parts(rule: Rule, number: int, tp_size: int, tp_rank: int) -> tuple[Shape, list[_Part]]:
+    """Shape and parts of the parameters of a rule on one tensor rank, alike for all layers and experts.
+
+    Raises:
+        PlacementError: a size does not divide, naming the tensor of layer ``number``.
+    """
+    axis, full = rule.layout.axis, rule.sources[0].view_shape
     try:
-        runs = rule.layout.runs([source.view_shape[axis] for source in sources], tp_size, tp_rank)
+        runs = rule.layout.runs([source.view_shape[axis] for source in rule.sources], tp_size, tp_rank)
     except PlacementError as error:
-        raise PlacementError(f"{sources[0].name}: {error}") from None
-    blocks = []
-    offset = 0
+        raise PlacementError(f"{rule.sources[0].name.format(i=number)}: {error}") from None
+
+    def along(value: int, others: Shape) -> Shape:
+        return (*others[:axis], value, *others[axis + 1 :])
+
+    origin = (0,) * len(full)
+    parts, offset = [], 0
     for run in runs:
-        source = None if run.source is None else sources[run.source]
-        stacked = source is not None and source.stacked
-        local_start = tuple(offset if dim == axis else 0 for dim in range(len(full)))
-        start = tuple(run.start if dim == axis else 0 for dim in range(len(full)))
-        shape = tuple(run.length if dim == axis else size for dim, size in enumerate(full))
-        if stacked:
-            start = (expert, start[1], start[0])
-        blocks.append(Block(name, local_start, source.name if source else None, start, shape, stacked))
+        parts.append(_Part(run.source, along(offset, origin), along(run.start, origin), along(run.length, full)))
         offset += run.length
-    local_shape = tuple(offset if dim == axis else size for dim, size in enumerate(full))
-    return LocalTensor(name=name, shape=local_shape, blocks=tuple(blocks), rule=rule, sources=sources)
+    return along(offset, full), parts
 
 
 def place_all(table: Sequence[Rule], topology: Topology) -> list[Placement]:

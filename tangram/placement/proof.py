@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,6 +33,13 @@ def cover_counts(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> np.ndarr
     return counts
 
 
+@lru_cache(maxsize=4096)
+def _extremes(shape: Shape, boxes: tuple[tuple[Shape, Shape], ...]) -> tuple[int, int]:
+    """Least and most of ``cover_counts``; 1 for a tensor without elements. A model's layers are alike, so that few cases are many tensors."""
+    counts = cover_counts(shape, boxes)
+    return (int(counts.min()), int(counts.max())) if counts.size else (1, 1)
+
+
 def prove(placements: Sequence[Placement], shapes: Mapping[str, Shape]) -> None:
     """Prove that every local element has exactly one source and every canonical element an owner.
 
@@ -45,11 +53,11 @@ def prove(placements: Sequence[Placement], shapes: Mapping[str, Shape]) -> None:
     owners: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
     for placement in placements:
         for tensor in placement.tensors.values():
-            counts = cover_counts(tensor.shape, [(block.local_start, block.shape) for block in tensor.blocks])
-            if (counts != 1).any():
+            least, most = _extremes(tensor.shape, tuple((block.local_start, block.shape) for block in tensor.blocks))
+            if (least, most) != (1, 1):
                 raise PlacementError(
                     f"{tensor.name} on tensor rank {placement.tp_rank}, stage {placement.chunk.position}: "
-                    f"elements covered between {counts.min()} and {counts.max()} times instead of once"
+                    f"elements covered between {least} and {most} times instead of once"
                 )
             for block in tensor.blocks:
                 if block.canonical is None:
@@ -60,7 +68,7 @@ def prove(placements: Sequence[Placement], shapes: Mapping[str, Shape]) -> None:
     lost = []
     for name, shape in shapes.items():
         boxes = owners.get(name)
-        if not boxes or (cover_counts(shape, dict.fromkeys(boxes)) == 0).any():
+        if not boxes or _extremes(shape, tuple(dict.fromkeys(boxes)))[0] == 0:
             lost.append(name)
     if lost:
         raise PlacementError(f"{len(lost)} tensors have elements that no rank holds: {name_some(lost)}")

@@ -7,11 +7,11 @@ from pathlib import Path
 from tangram.backends.megatron.engine import MegatronEngine
 from tangram.checkpoints.fresh import initialize
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.kinds import kind_of_weights
 from tangram.checkpoints.load_hf import load_hf
 from tangram.checkpoints.manager import CheckpointManager
 from tangram.checkpoints.mp_rank import MMDirectory, load_mm
 from tangram.config.hf_compare import compare_with_hf
-from tangram.config.preflight_files import kind_of_weights
 from tangram.training.logs import LOGGER
 from tangram.training.loop import Progress
 
@@ -40,7 +40,7 @@ def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
         engine.weights_changed()
         LOGGER.info("weights: random, from seed %d (the same at every split)", run.training.seed)
         return Progress()
-    kind = kind_of_weights(run.model.load)
+    kind = kind_of_weights(run.model.load, "load")
     if kind == "training checkpoint":
         resumed = manager.load(run.model.load)
         LOGGER.info("resumed %s at step %d, %d samples consumed", run.model.load, resumed.step, resumed.consumed_samples)

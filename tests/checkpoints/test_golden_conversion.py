@@ -13,6 +13,7 @@ CASES = {
     "mm_25_tp2_pp2": ("qwen2_5_vl", {"tp_size": 2, "llm_pp_layers": [[1, 3]], "vit_pp_layers": [[4, 0]]}),
     "mm_25_tp1_pp2_vpp2": ("qwen2_5_vl", {"tp_size": 1, "llm_pp_layers": [[1, 1], [1, 1]], "vit_pp_layers": [[4, 0], [0, 0]]}),
     "mm_2_tp2_pp1": ("qwen2_vl", {"tp_size": 2, "llm_pp_layers": [4], "vit_pp_layers": [4]}),
+    "mm_3_tp2_pp2": ("qwen3_vl", {"tp_size": 2, "llm_pp_layers": [[2, 2]], "vit_pp_layers": [[4, 0]]}),
 }
 
 
@@ -43,7 +44,7 @@ def test_mm_to_hf_gives_the_file_back_byte_for_byte(name, golden, kit, tmp_path)
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.parametrize(("family", "elements"), [("qwen2_5_vl", 143_008), ("qwen2_vl", 144_256)])
+@pytest.mark.parametrize(("family", "elements"), [("qwen2_5_vl", 143_008), ("qwen2_vl", 144_256), ("qwen3_vl", 207_648), ("qwen3_vl_moe", 226_592)])
 @pytest.mark.parametrize("lists", [([[0, 1], [1, 2]], [[3, 1], [0, 0]]), ([[0, 4]], [[3, 1]])])
 def test_every_element_is_written_where_the_text_decoder_starts_after_the_first_stage(family, elements, lists, golden, kit, tmp_path):
     llm, vit = lists

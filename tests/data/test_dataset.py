@@ -208,3 +208,10 @@ def test_media_that_are_not_supported_are_not_ignored(record: Record, write_json
     with pytest.raises(DataError, match="column 'videos' is not empty"):
         dataset(write_json([record("<video> q", "a", videos=["a.mp4"])])).check()
     dataset(write_json([record("q", "a", videos=[])])).check()
+
+
+def test_samples_under_a_key_of_one_object_are_told_so(record: Record, tmp_path: Path) -> None:
+    path = tmp_path / "wrapped.json"
+    path.write_text(json.dumps({"data": [record(), record()]}))
+    with pytest.raises(DataError, match=r"wrapped\.json, record 0: 'messages' must be a list of messages, got None \(the record's list is 'data'\)"):
+        dataset(str(path))

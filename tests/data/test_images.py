@@ -186,6 +186,23 @@ def test_a_processor_file_that_does_not_fit_is_refused(
         ImageProcessor.from_config(PreprocessParameters(model_name_or_path=str(tmp_path)), model.image_encoder.vision_encoder)
 
 
+def test_the_processor_inside_the_file_of_a_whole_processor_comes_first_as_in_transformers(hf_dir: Path, model: ModelConfig, tmp_path: Path) -> None:
+    assert model.image_encoder is not None
+    raw = json.loads((hf_dir / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(raw))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
+    preprocess, vision = PreprocessParameters(model_name_or_path=str(tmp_path)), model.image_encoder.vision_encoder
+    assert ImageProcessor.from_config(preprocess, vision).mean == tuple(raw["image_mean"])
+    inside = {**raw, "image_mean": [0.5, 0.25, 0.125]}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": inside, "processor_class": "Qwen2_5_VLProcessor"}))
+    assert ImageProcessor.from_config(preprocess, vision).mean == (0.5, 0.25, 0.125)
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert ImageProcessor.from_config(preprocess, vision).mean == (0.5, 0.25, 0.125)
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json: no such file.*or with a processor_config\.json that holds an image_processor"):
+        ImageProcessor.from_config(preprocess, vision)
+
+
 def test_limits_that_leave_no_size_are_refused(processor: Make) -> None:
     for low, high in ((0, 700), (5000, 4000)):
         with pytest.raises(ConfigError, match=f"image_min_pixels {low}, image_max_pixels {high}: the maximum must be at least 784"):

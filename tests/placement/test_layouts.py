@@ -10,86 +10,20 @@ from tangram.config.model import ModelConfig
 from tangram.errors import ConfigError, PlacementError
 from tangram.families import get_family
 from tangram.placement.blocks import place, place_all
-from tangram.placement.proof import distinct_elements, prove, prove_table
+from tangram.placement.proof import prove, prove_table
 from tangram.placement.table import GatedSplit, GroupedQKV, PackedQKV, Run, Vocabulary, padded_vocabulary
 from tangram.placement.topology import Topology
+from tests.families.sizes import SIZES, qwen2_5_vl
 
 
-def published(
-    hidden: int, layers: int, heads: int, groups: int, ffn: int, vit_ffn: int, vocab: int, tied: bool, mrope: tuple[int, ...] = (16, 24, 24)
-) -> ModelConfig:
-    """A Qwen2.5-VL config as the hub has it (flat keys)."""
-    hf: dict[str, Any] = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 128000,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_scaling": {"type": "mrope", "mrope_section": list(mrope)},
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_config": {
-            "depth": 32,
-            "hidden_act": "silu",
-            "hidden_size": 1280,
-            "intermediate_size": vit_ffn,
-            "num_heads": 16,
-            "in_chans": 3,
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-            "tokens_per_second": 2,
-        },
-    }
+def small(tied: bool) -> ModelConfig:
+    hf = qwen2_5_vl(64, 4, 4, 2, 96, 40, 320, tied)
+    hf["rope_scaling"]["mrope_section"] = [2, 3, 3]
     return get_family("qwen2_5_vl").from_hf_config(hf)
 
 
-SIZES = {
-    "3b": (published(2048, 36, 16, 2, 11008, 3420, 151936, True), [1, 2], [32, 0], [12, 24]),
-    "7b": (published(3584, 28, 28, 4, 18944, 3420, 152064, False), [1, 2, 4], [32, 0], [12, 16]),
-    "32b": (published(5120, 64, 40, 8, 27648, 3456, 152064, False), [1, 2, 4, 8], [32] + [0] * 7, [1] + [9] * 7),
-    "72b": (published(8192, 80, 64, 8, 29568, 3456, 152064, False), [1, 2, 4, 8], [32] + [0] * 7, [6, 11, 11, 11, 11, 11, 11, 8]),
-}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_published_sizes_are_covered_at_every_tensor_size(size: str) -> None:
-    model, tensors, vit, llm = SIZES[size]
-    family = get_family("qwen2_5_vl")
-    for tensor in tensors:
-        topology = Topology.build(vision_layers=32, text_layers=model.text_decoder.num_layers, tensor=tensor, vit_pp_layers=vit, llm_pp_layers=llm)
-        table = family.tensor_table(model, padded_vocabulary(model.text_decoder.vocab_size, tensor))
-        shapes = prove_table(table, topology)
-        elements = sum(map(_numel, shapes.values()))
-        assert distinct_elements(place_all(table, topology)) == elements
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def test_published_parameter_count_of_7b() -> None:
-    """8.29 billion parameters: the size that the hub reports for Qwen2.5-VL-7B-Instruct (8,292,166,656)."""
-    model, *_ = SIZES["7b"]
-    topology = Topology.build(vision_layers=32, text_layers=28)
-    shapes = prove_table(get_family("qwen2_5_vl").tensor_table(model, 152064), topology)
-    assert sum(map(_numel, shapes.values())) == 8_292_166_656
-
-
 def test_local_shapes_of_7b_are_those_of_public_checkpoints() -> None:
-    model, *_ = SIZES["7b"]
+    model = get_family("qwen2_5_vl").from_hf_config(SIZES["qwen2_5_vl-7b"].hf)
     topology = Topology.build(vision_layers=32, text_layers=28, vit_pp_layers=[32, 0], llm_pp_layers=[12, 16])
     table = get_family("qwen2_5_vl").tensor_table(model, 152064)
     first, last = (place(table, topology, 0, chunk).tensors for chunk in topology.order)
@@ -103,20 +37,6 @@ def test_local_shapes_of_7b_are_those_of_public_checkpoints() -> None:
     assert last["text_decoder.decoder.layers.15.mlp.linear_fc2.weight"].shape == (3584, 18944)
     assert last["text_decoder.output_layer.weight"].shape == (152064, 3584)
     assert not any(name.startswith("image_encoder") for name in last)
-
-
-@pytest.mark.parametrize(
-    ("size", "tensor", "message"),
-    [
-        ("3b", 4, r"self_attn.q_proj.weight: number of key/value heads 2 is not divisible by tensor-parallel size 4"),
-        ("7b", 8, r"mlp.gate_proj.weight: feed-forward size 3420 is not divisible by tensor-parallel size 8"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused_with_both_numbers(size: str, tensor: int, message: str) -> None:
-    model, *_ = SIZES[size]
-    topology = Topology.build(vision_layers=32, text_layers=model.text_decoder.num_layers, tensor=tensor)
-    with pytest.raises(PlacementError, match=message):
-        prove_table(get_family("qwen2_5_vl").tensor_table(model, 151936), topology)
 
 
 def test_grouped_qkv_of_four_heads_and_two_groups() -> None:
@@ -147,7 +67,7 @@ def test_vocabulary_is_padded_at_the_end_only() -> None:
 
 
 def test_proof_fails_for_every_single_rule_that_is_left_out() -> None:
-    model = published(64, 4, 4, 2, 96, 40, 320, False, mrope=(2, 3, 3))
+    model = small(tied=False)
     table = get_family("qwen2_5_vl").tensor_table(model, 320)
     topology = Topology.build(vision_layers=32, text_layers=4, tensor=2, vit_pp_layers=[20, 12, 0], llm_pp_layers=[0, 1, 3])
     shapes = prove_table(table, topology)
@@ -160,7 +80,7 @@ def test_proof_fails_for_every_single_rule_that_is_left_out() -> None:
 
 
 def test_tied_copy_stands_where_the_embedding_does_not() -> None:
-    model = published(64, 4, 4, 2, 96, 40, 320, True, mrope=(2, 3, 3))
+    model = small(tied=True)
     table = get_family("qwen2_5_vl").tensor_table(model, 320)
 
     def heads(vit: list[Any], llm: list[Any]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tangram.config.model import ModelConfig, VisionEncoderConfig
-from tangram.families.qwen2_vl.tensors import LOCAL_VISION_LAYER, VISION_LAYER, linear, text_rules, vision_rules
+from tangram.families.qwen2_vl.tensors import LOCAL_VISION_LAYER, VISION_LAYER, image_encoder_rules, linear, text_rules
 from tangram.placement.table import GatedSplit, Rule, Split
 
 
@@ -23,5 +23,4 @@ def tensor_table(model: ModelConfig, padded_vocab: int) -> list[Rule]:
     Args:
         padded_vocab: rows of the word embedding over all tensor-parallel ranks.
     """
-    vision = model.image_encoder.vision_encoder if model.image_encoder else None
-    return [*(vision_rules(model, vision_mlp(vision)) if vision else []), *text_rules(model.text_decoder, padded_vocab)]
+    return [*image_encoder_rules(model, vision_mlp), *text_rules(model.text_decoder, padded_vocab)]

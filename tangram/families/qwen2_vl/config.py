@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from tangram.config.model import ImageEncoderConfig, ModelConfig, TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
+from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
 from tangram.config.parsing import parse_section
 from tangram.errors import ConfigError
 
 HFConfig = Mapping[str, Any]
+Text = TypeVar("Text", bound=TextDecoderConfig)
 
 
 class Reader:
@@ -56,13 +57,17 @@ class Reader:
 
 def text_decoder(read: Reader, model_id: str) -> TextDecoderConfig:
     """The Qwen2 decoder that Qwen2-VL and Qwen2.5-VL share."""
+    return decoder_section(read, TextDecoderConfig, model_id=model_id, add_qkv_bias=True)
+
+
+def decoder_section(read: Reader, section: type[Text], **further: Any) -> Text:
+    """What the decoders of all Qwen-VL have in common, and ``further`` keys of the section."""
     text = read.text
     if text.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window true is not supported; no published Qwen-VL uses it")
     return parse_section(
-        TextDecoderConfig,
+        section,
         {
-            "model_id": model_id,
             "num_layers": read.get(text, "num_hidden_layers"),
             "hidden_size": read.get(text, "hidden_size"),
             "ffn_hidden_size": read.get(text, "intermediate_size"),
@@ -74,11 +79,11 @@ def text_decoder(read: Reader, model_id: str) -> TextDecoderConfig:
             "rope_theta": read.rope["rope_theta"],
             "mrope_section": read.get(read.rope, "mrope_section"),
             "untie_embeddings_and_output_weights": not read.tied,
-            "add_qkv_bias": True,
             "activation_func": read.get(text, "hidden_act"),
             "layernorm_epsilon": read.get(text, "rms_norm_eps"),
             "init_method_std": read.init_std,
             "attention_dropout": text.get("attention_dropout", 0.0),
+            **further,
         },
         "config.json, text",
     )
@@ -96,14 +101,21 @@ def projector(read: Reader, vision: VisionEncoderConfig, text: TextDecoderConfig
     )
 
 
-def assemble(read: Reader, model_id: str, vision: VisionEncoderConfig, text: TextDecoderConfig) -> ModelConfig:
-    return ModelConfig(
-        model_id=model_id,
-        img_context_token_id=read.get(read.hf, "image_token_id"),
-        video_token_id=read.get(read.hf, "video_token_id"),
-        vision_start_token_id=read.get(read.hf, "vision_start_token_id"),
-        image_encoder=ImageEncoderConfig(vision_encoder=vision, vision_projector=projector(read, vision, text)),
-        text_decoder=text,
+def assemble(
+    read: Reader, model_id: str, vision: VisionEncoderConfig, text: TextDecoderConfig, section: type[ModelConfig] = ModelConfig
+) -> ModelConfig:
+    """The whole model; ``section`` is the family's config class."""
+    return parse_section(
+        section,
+        {
+            "model_id": model_id,
+            "img_context_token_id": read.get(read.hf, "image_token_id"),
+            "video_token_id": read.get(read.hf, "video_token_id"),
+            "vision_start_token_id": read.get(read.hf, "vision_start_token_id"),
+            "image_encoder": {"vision_encoder": vision, "vision_projector": projector(read, vision, text)},
+            "text_decoder": text,
+        },
+        "config.json",
     )
 
 
@@ -127,7 +139,8 @@ def from_hf_config(hf: HFConfig) -> ModelConfig:
             "patch_size": read.get(read.vision, "patch_size"),
             "temporal_patch_size": read.get(read.vision, "temporal_patch_size"),
             "spatial_merge_size": read.get(read.vision, "spatial_merge_size"),
-            "activation_func": read.get(read.vision, "hidden_act"),
+            # The hub's files leave it out.
+            "activation_func": read.vision.get("hidden_act", "quick_gelu"),
             "normalization": "LayerNorm",
             "layernorm_epsilon": 1e-6,
             "init_method_std": read.init_std,

@@ -1,0 +1,133 @@
+"""config.json of every published size, with the keys that the hub's files have, and the splits that their public guides show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Lists = tuple[list[Any], list[Any]]
+"""Layers per stage of vision and text."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One published model; ``splits`` are its pipeline lists beside the single stage."""
+
+    family: str
+    hf: dict[str, Any]
+    splits: tuple[Lists, ...]
+
+
+def qwen_text(hidden: int, layers: int, heads: int, groups: int, ffn: int, vocab: int, tied: bool, positions: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "use_sliding_window": False,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+    }
+
+
+def qwen2_vl(hidden: int, layers: int, heads: int, groups: int, ffn: int, vocab: int, tied: bool) -> dict[str, Any]:
+    vision = {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": hidden,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+    return {"model_type": "qwen2_vl", **qwen_text(hidden, layers, heads, groups, ffn, vocab, tied, 32768), "vision_config": vision}
+
+
+def qwen2_5_vl(hidden: int, layers: int, heads: int, groups: int, ffn: int, vit_ffn: int, vocab: int, tied: bool) -> dict[str, Any]:
+    vision = {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": vit_ffn,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": hidden,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    }
+    return {"model_type": "qwen2_5_vl", **qwen_text(hidden, layers, heads, groups, ffn, vocab, tied, 128000), "vision_config": vision}
+
+
+LLAVA_7B: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+
+FIRST_OF_8 = [32] + [0] * 7
+VIRTUAL_28: Lists = ([[10, 10, 10, 2], [0, 0, 0, 0], [0, 0, 0, 0]], [[0, 0, 0, 1], [4, 4, 4, 4], [4, 3, 2, 2]])
+"""4 ranks with 3 virtual stages, from the guide to Qwen2-VL-7B; fits 32 vision and 28 text layers."""
+LONG_72B: Lists = ([32, 0, 0, 0], [6, 25, 25, 24])
+
+SIZES = {
+    "qwen2_vl-2b": Size("qwen2_vl", qwen2_vl(1536, 28, 12, 2, 8960, 151936, True), (([32, 0, 0, 0], [1, 10, 10, 7]), VIRTUAL_28)),
+    "qwen2_vl-7b": Size("qwen2_vl", qwen2_vl(3584, 28, 28, 4, 18944, 152064, False), (([32, 0, 0, 0], [1, 10, 10, 7]), VIRTUAL_28)),
+    "qwen2_vl-72b": Size("qwen2_vl", qwen2_vl(8192, 80, 64, 8, 29568, 152064, False), ((FIRST_OF_8, [5, 11, 11, 11, 11, 11, 11, 9]), LONG_72B)),
+    "qwen2_5_vl-3b": Size(
+        "qwen2_5_vl",
+        qwen2_5_vl(2048, 36, 16, 2, 11008, 3420, 151936, True),
+        (([20, 12], [0, 36]), ([[20, 12], [0, 0]], [[0, 6], [14, 16]])),
+    ),
+    "qwen2_5_vl-7b": Size("qwen2_5_vl", qwen2_5_vl(3584, 28, 28, 4, 18944, 3420, 152064, False), (([32, 0], [12, 16]), VIRTUAL_28)),
+    "qwen2_5_vl-32b": Size("qwen2_5_vl", qwen2_5_vl(5120, 64, 40, 8, 27648, 3456, 152064, False), ((FIRST_OF_8, [1] + [9] * 7),)),
+    "qwen2_5_vl-72b": Size(
+        "qwen2_5_vl", qwen2_5_vl(8192, 80, 64, 8, 29568, 3456, 152064, False), ((FIRST_OF_8, [6, 11, 11, 11, 11, 11, 11, 8]), LONG_72B)
+    ),
+    "llava-7b": Size("llava", LLAVA_7B, (([24, 0], [13, 19]), ([[16, 8], [0, 0]], [[0, 4], [15, 13]]))),
+}
