@@ -118,9 +118,7 @@ def prepare_dcp_to_hf(
         require_directory(assets, "--model_assets_dir")
     config = dict(reader.manifest.hf_config) or (read_hf_config(assets) if assets else {})
     if not config:
-        raise CheckpointError(
-            f"{reader.folder}: holds no Hugging Face config (the run had none); name one that has with --model_assets_dir"
-        )
+        raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); name one that has with --model_assets_dir")
     source: CanonicalReader = reader
     shards = None
     if assets is not None:

@@ -1,6 +1,6 @@
 """Command-line options made of a typed section: ``--cfg.parallel_config.tp_size 2`` sets one key of one nested section.
 
-Every key of the section is an option. Keys at the top are written with hyphens (``--dry-run``; underscores are understood), a key that holds
+Every key of the section is an option. Keys at the top are written with hyphens (``--dry-run``) or underscores, a key that holds
 yes or no may stand without a value, a list may be given as ``[1,2]`` or by repeating the option. ``--config FILE`` reads the same keys from
 YAML, ``--print_config`` prints them; what stands later on the command line wins.
 """
@@ -50,7 +50,8 @@ class SectionOptions(Generic[S]):
         self._paths: dict[str, Path] = {}
         for path in leaf_keys(section):
             self._paths[_spelling(path)] = path
-        self._underscored = {f"--{path[0]}": path for path in self._paths.values() if len(path) == 1}
+        tops = [path for path in self._paths.values() if len(path) == 1]
+        self._other_spellings = {f"--{name}": path for path in tops for name in (path[0], path[0].replace("_", "-"))}
 
     def parse(self, words: Sequence[str]) -> Parsed[S]:
         """Read the words after the command.
@@ -68,7 +69,7 @@ class SectionOptions(Generic[S]):
             if word == "--print_config":
                 shown = True
                 continue
-            path = self._paths.get(word) or self._underscored.get(word)
+            path = self._paths.get(word) or self._other_spellings.get(word)
             if path is None and word != "--config":
                 what = "unknown option" if word.startswith("-") else "unexpected word"
                 raise UsageError(f"{what} {word}{suggest(word, (*self._paths, '--config', '--print_config'))}; see {self.prog} --help")
