@@ -52,6 +52,22 @@ def test_the_reference_of_all_ranks_gives_the_file_back_byte_for_byte(golden, hf
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_tensor_parallel_rank_holds_its_half_of_the_gate_and_of_the_up_projection(tp_rank, hf, kit):
+    """Expert 3 of layer 2 is the second of expert-parallel rank 1; the public layout is [gate of the rank; up of the rank]."""
+    split = Topology.build(vision_layers=4, text_layers=4, tensor=2, expert=2)
+    layouts = place(hf.table, split, tp_rank, split.chunk(0), 1).tensors
+    found = []
+    for linear in ("linear_fc1", "linear_fc2"):
+        layout = layouts[f"text_decoder.decoder.layers.2.mlp.experts.local_experts.1.{linear}.weight"]
+        found.append(torch.full(layout.shape, torch.nan, dtype=torch.bfloat16))
+        fill(layout, found[-1], hf)
+    stored = kit.hf_tensors(hf.path)
+    gate, up = stored[UP.format(2)][3].T.chunk(2)
+    assert torch.equal(found[0], torch.cat([gate.chunk(2)[tp_rank], up.chunk(2)[tp_rank]]))
+    assert torch.equal(found[1], stored[DOWN.format(2)][3].T.chunk(2, dim=1)[tp_rank])
+
+
 def changed(golden, kit, folder, change):
     """A copy of the reference whose tensors ``change`` has changed."""
     shutil.copytree(golden / "hf_qwen3_vl_moe", folder)

@@ -129,7 +129,12 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "false does not agree with num_query_groups < num_attention_heads, which is true",
         ),
         ("text", "disable_bias_linear", False, "disable_bias_linear: false does not agree with add_bias_linear, negated, which is true"),
-        ("text", "rope_scaling", {"type": "yarn"}, "text_decoder.rope_scaling: {'type': 'yarn'} cannot be had here, only null"),
+        (
+            "text",
+            "rope_scaling",
+            {"type": "yarn"},
+            "text_decoder.rope_scaling: {'type': 'yarn'} does not agree with mrope_section and mrope_interleaved, which is {'mrope_int",
+        ),
     ],
 )
 def test_repeated_values_must_agree(files: Files, section: str, key: str, value: Any, message: str) -> None:
