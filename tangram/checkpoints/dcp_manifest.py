@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ class Manifest:
     hf_config: Mapping[str, Any]
     tokenizer_hash: str
     dataset_fingerprint: str
-    seed: int
+    seed: int | None
+    """None: the weights were imported and belong to no run yet, so tokenizer, dataset and schedule are those of the run that loads them."""
     schedule: Mapping[str, Any]
     optimizer: bool
     """Whether optimizer state was saved."""
@@ -92,6 +93,12 @@ class Manifest:
             schedule=facts.schedule,
             **others,
         )
+
+    @classmethod
+    def imported(cls, family: str, topology: Topology, hf_config: Mapping[str, Any]) -> Manifest:
+        """Of weights that no run has trained: step 0, to be continued with any data, tokenizer and seed."""
+        facts = RunFacts(family, topology, 1, hf_config, tokenizer_hash="", dataset_fingerprint="", seed=0, schedule={})
+        return replace(cls.of(facts, step=0, consumed_samples=0, optimizer=False, rng=False, grad_scaler={}, extra={}), seed=None)
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -138,6 +145,8 @@ def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:
     """
     if manifest.family != facts.family:
         raise CheckpointError(f"{where}: a checkpoint of family {manifest.family!r}, this run trains {facts.family!r}; load one of its own")
+    if manifest.seed is None:
+        return
     for what, saved, here in (
         ("tokenizer", manifest.tokenizer_hash, facts.tokenizer_hash),
         ("dataset", manifest.dataset_fingerprint, facts.dataset_fingerprint),
@@ -152,7 +161,7 @@ def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:
 
 def schedule_changes(manifest: Manifest, facts: RunFacts) -> list[str]:
     """Differences of the learning-rate schedule, one phrase each."""
-    names = sorted({*manifest.schedule, *facts.schedule})
+    names = sorted({*manifest.schedule, *facts.schedule}) if manifest.seed is not None else []
     pairs = [(name, manifest.schedule.get(name), facts.schedule.get(name)) for name in names]
     return [f"{name} was {saved}, is {here}" for name, saved, here in pairs if saved != here]
 

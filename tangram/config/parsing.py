@@ -15,9 +15,12 @@ from tangram.errors import ConfigError, suggest
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are checked also when defaults, numbers are finite, instances are frozen."""
+    """Base of every section: unknown keys are errors, values are checked also when defaults, numbers are finite, instances are frozen.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    Validators are built when first needed: help texts need none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
