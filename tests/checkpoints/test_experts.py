@@ -17,6 +17,7 @@ from tangram.checkpoints.dcp_blocks import BlockTensor, block_piece, flat_pieces
 from tangram.checkpoints.expert_stacks import turned_stacks
 from tangram.checkpoints.export import export_hf
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.mp_rank import MMDirectory, write_ranks
 from tangram.checkpoints.reader import TensorInfo, read_whole
 from tangram.errors import CheckpointError
 from tangram.families.base import get_family
@@ -42,6 +43,18 @@ def test_every_parameter_of_an_expert_parallel_rank_equals_the_reference(ep_rank
     for name, layout in placement.tensors.items():
         fill(layout, ours[name], hf)
     kit.assert_same(ours, kit.load_rank(golden / "mm_3moe_tp1_pp1_ep2", GOLDEN_RANKS[ep_rank])["model"])
+
+
+def test_written_directories_equal_the_reference(golden, hf, kit, tmp_path):
+    write_ranks(tmp_path / "release", hf.table, EP2, hf)
+    assert sorted(folder.name for folder in (tmp_path / "release").iterdir()) == list(GOLDEN_RANKS)
+    for name in GOLDEN_RANKS:
+        kit.assert_same(kit.load_rank(tmp_path, name)["model"], kit.load_rank(golden / "mm_3moe_tp1_pp1_ep2", name)["model"])
+
+
+def test_the_reference_directory_reads_as_the_file(golden, hf, kit):
+    source = MMDirectory(golden / "mm_3moe_tp1_pp1_ep2").canonical(hf.table, EP2, hf.shapes)
+    kit.assert_same({name: read_whole(source, name) for name in source.names()}, kit.hf_tensors(hf.path))
 
 
 def test_the_reference_of_all_ranks_gives_the_file_back_byte_for_byte(golden, hf, kit, tmp_path):
