@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: no training checkpoint there ({MANIFEST_FILE} is missing); give the folder of a finished one")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: {error}; use another checkpoint") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
@@ -134,7 +134,17 @@ def read_manifest(folder: Path) -> Manifest:
     if set(raw) != {entry.name for entry in fields(Manifest)}:
         odd = sorted(set(raw) ^ {entry.name for entry in fields(Manifest)})
         raise CheckpointError(f"{path}: damaged: keys {', '.join(odd)} are missing or unknown; use another checkpoint")
+    for entry in fields(Manifest):
+        kind = _KINDS[str(entry.type).partition("[")[0]]
+        value = raw[entry.name]
+        negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or negative:
+            raise CheckpointError(f"{path}: damaged: {entry.name} is {value!r}, expected {_NAMES[kind]}; use another checkpoint")
     return Manifest(**raw)
+
+
+_KINDS: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "Mapping": dict}
+_NAMES = {int: "a whole number", str: "a string", bool: "true or false", dict: "a mapping"}
 
 
 def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:

@@ -130,9 +130,9 @@ def test_projector_that_does_not_divide(files: Files) -> None:
 def test_vocabulary(files: Files) -> None:
     found = report(files, "--make-vocab-size-divisible-by", "128", "--tensor-model-parallel-size", "2")
     assert next(f.detail for f in found.findings if f.rule == "vocabulary") == "320 rows padded to 512"
-    files.model["img_context_token_id"] = 151655
+    files.model["img_context_token_id"] = 320  # rows are 0..319
     assert (
-        fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 151655; correct the ids or vocab_size"
+        fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 320; correct the ids or vocab_size"
     )
     files.model["img_context_token_id"] = 311
     assert "special token ids must differ, got img_context_token_id 311, video_token_id 311" in fault(files)
