@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import tangram
 from tangram.checkpoints.reader import TensorInfo, count_elements
 from tangram.checkpoints.resume import Journal
 from tangram.checkpoints.safetensors_io import raw_bytes
@@ -122,7 +123,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
     Raises:
         CheckpointError: the disk is too small or full, a file cannot be written, or anything that a source raises.
     """
-    plan = hashlib.sha256(b"".join(file.fingerprint() for file in files)).hexdigest()
+    plan = hashlib.sha256(b"".join([tangram.__version__.encode(), *(file.fingerprint() for file in files)])).hexdigest()
     if journal is not None:
         journal.begin(f"{plan} {identity}" if identity is not None else None)
     folder.mkdir(parents=True, exist_ok=True)
