@@ -54,7 +54,7 @@ def run_lora_to_mm(options: LoraToMMOptions, family: str) -> LoraReport:
     _check_family(adapter, family)
     model = adapter.family.from_hf_config(adapter.base_config)
     topology = split_topology(split, model)
-    padded = padded_vocabulary(model.text_decoder.vocab_size, topology.tensor, split.make_vocab_size_divisible_by)
+    padded = padded_vocabulary(model.text_decoder.vocab_size, topology.tensor, split.make_vocab_size_divisible_by or 1)
     table = adapter.table(padded)
     prove_table(table, topology)
     with new_directory(out) as temporary:

@@ -232,7 +232,7 @@ def open_adapter(
         mm = MMDirectory(path)
         split = split or ParallelOptions()
         topology = manifest.topology if manifest is not None else split_topology(split, model)
-        padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by)
+        padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by or 1)
         ranks = _ranks_of_files(mm, topology, known)
         rules = lora_table(linears(family.tensor_table(model, padded), whole(model)), ranks, str(path))
         reader = mm.canonical(rules, topology, prove_table(rules, topology))

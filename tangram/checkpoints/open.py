@@ -135,7 +135,7 @@ def _given_split(mm: MMDirectory, split: ParallelOptions | None, model: ModelCon
     vocab = model.text_decoder.vocab_size
     if split is not None:
         topology = split_topology(split, model)
-        return topology, padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by)
+        return topology, padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by or 1)
     found = find_split(mm.folder)
     told = ParallelOptions(tp_size=found.tensor, vit_pp_layers=found.vit_pp_layers, llm_pp_layers=found.llm_pp_layers)
     return split_topology(told, model), found.padded_vocab or vocab
@@ -154,6 +154,8 @@ def split_topology(split: ParallelOptions, model: ModelConfig) -> Topology:
         tensor=split.tp_size or 1,
         vit_pp_layers=split.vit_pp_layers,
         llm_pp_layers=split.llm_pp_layers,
+        expert=split.ep_size or 1,
+        vision_tensor=split.vit_tp_size or None,
     )
 
 
