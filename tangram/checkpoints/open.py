@@ -20,7 +20,6 @@ from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
 from tangram.errors import CheckpointError
 from tangram.families.base import Family, get_family
-from tangram.placement.proof import prove_table
 from tangram.placement.table import padded_vocabulary
 from tangram.placement.topology import Topology
 
@@ -125,8 +124,9 @@ def _open_ranks(path: Path, split: ParallelOptions | None, given: Mapping[str, A
         config, family = given, get_family(str(given.get("model_type")))
         model = family.from_hf_config(config)
         topology, padded = _given_split(mm, split, model)
-    table = family.tensor_table(model, padded)
-    reader = mm.canonical(table, topology, prove_table(table, topology))
+    form, alone = (mm.manifest.canonical_form, mm.manifest.vit_only) if mm.manifest is not None else (False, False)
+    held = ModelSplit(family, model, topology, padded, form, alone)
+    reader = mm.canonical(held.table, topology, held.shapes)
     return OpenCheckpoint(path, "mp_rank directory", reader, family, config, model, topology, facts)
 
 
