@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoints.conversion import ModelSplit
 from tangram.checkpoints.copier import show
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.find_split import find_split
