@@ -34,7 +34,13 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
-CASES = [Case("qwen2_vl"), Case("qwen2_5_vl")]
+CASES = [
+    Case("qwen2_vl"),
+    Case("qwen2_5_vl"),
+    Case("qwen3_vl"),
+    Case("qwen3_vl_moe", experts=(1, 2, 4)),
+    Case("llava"),
+]
 """One line per family."""
 PAIRS = 40
 """Pairs of splits, over all families."""
