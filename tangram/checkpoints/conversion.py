@@ -163,6 +163,11 @@ def topology_of(model: ModelConfig, parallel: ParallelOptions) -> Topology:
     )
 
 
+def whole(model: ModelConfig) -> Topology:
+    """The split that is none."""
+    return topology_of(model, ParallelOptions())
+
+
 def check_family(family: Family, families: tuple[str, ...], where: str) -> None:
     """Check that a directory is of a converter's families.
 
@@ -243,7 +248,7 @@ def open_mm(
     check_family(family, families, f"--cfg.hf_config.hf_dir: {hf_dir}" if hf_dir is not None else f"{option}: {path}")
     split = _split_of(manifest, family, family.from_hf_config(hf_config), parallel, form)
     if manifest is None:
-        _refuse_unknown_order(split, path)
+        refuse_unknown_order(split, path)
     else:
         found = differences(manifest, split.topology, split.model, split.padded_vocab, canonical_form=split.canonical_form, vit_only=split.vit_only)
         if found:
@@ -271,7 +276,7 @@ def _split_of(manifest: Manifest | None, family: Family, model: ModelConfig, par
     return ModelSplit(family, model, built.topology, padded, built.canonical_form, manifest.vit_only)
 
 
-def _refuse_unknown_order(split: ModelSplit, path: str) -> None:
+def refuse_unknown_order(split: ModelSplit, path: str) -> None:
     """Others may have cut a packed ``[q; k; v]`` into equal parts; nothing in the files tells."""
     packed = any(isinstance(rule.layout, PackedThirds) for rule in split.table)
     if packed and split.topology.tensor_of("vision") > 1:

@@ -28,7 +28,7 @@ from tangram.errors import CheckpointError
 from tangram.placement.table import Shape
 
 SLAB = 8 << 20
-"""Largest rectangle that is read at once, bytes; a single element may be larger only in theory."""
+"""Largest rectangle that is read at once, bytes."""
 _STEP = 1 << 20
 """Bytes that are checksummed and written at once: few enough to stay in the processor's cache between the two."""
 _WRITEBACK = 32 << 20
@@ -104,7 +104,7 @@ def slabs(shape: Shape, itemsize: int, limit: int) -> Iterator[tuple[Shape, Shap
 
 
 def peak_memory(settings: WriteSettings) -> int:
-    """Upper bound of the anonymous memory that copying takes, bytes: two slabs per worker, what is gathered from several owners and the buffer."""
+    """Upper bound of the anonymous memory that copying takes, bytes: per worker its buffer and a slab gathered from several owners."""
     return 2 * SLAB * settings.workers
 
 
@@ -112,7 +112,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
     """Write files, flushed to the disk.
 
     Args:
-        folder: exists.
+        folder: is made where it is missing.
         identity: of the source, as ``reader.identity_of`` gives it; None: nothing is kept for a later run.
         journal: of the output directory that ``folder`` is or lies in; finished files that it names are kept.
 
@@ -125,20 +125,25 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
     plan = hashlib.sha256(b"".join(file.fingerprint() for file in files)).hexdigest()
     if journal is not None:
         journal.begin(f"{plan} {identity}" if identity is not None else None)
+    folder.mkdir(parents=True, exist_ok=True)
     total = sum(tensor.info.nbytes for file in files for tensor in file.tensors)
     run = _Run(folder, settings, journal, total)
     with _pool(settings.workers) as pool:
         finished = [pool.submit(run.is_finished, file) for file in files]
         remaining = [file for file, kept in zip(files, finished, strict=True) if not kept.result()]
     require_space(folder, sum(file.size for file in remaining))
-    with _pool(settings.workers) as pool:
-        tasks: list[Future[None]] = []
-        for file in remaining:
-            target = _Target(folder / file.path, file)
-            order = sorted(range(len(file.tensors)), key=lambda i: -file.tensors[i].info.nbytes)
-            tasks += [pool.submit(run.write_tensor, target, i) for i in order] or [pool.submit(run.finish, target)]
-        for task in as_completed(tasks):
-            task.result()
+    targets = [_Target(folder / file.path, file) for file in remaining]
+    try:
+        with _pool(settings.workers) as pool:
+            tasks: list[Future[None]] = []
+            for target in targets:
+                order = sorted(range(len(target.file.tensors)), key=lambda i: -target.file.tensors[i].info.nbytes)
+                tasks += [pool.submit(run.write_tensor, target, i) for i in order] or [pool.submit(run.finish, target)]
+            for task in as_completed(tasks):
+                task.result()
+    finally:
+        for target in targets:
+            target.close()
     return total
 
 
@@ -173,7 +178,7 @@ class _Target:
     def open(self) -> None:
         with self._lock, self._errors():
             if self._handle < 0:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.parent.mkdir(exist_ok=True)
                 self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
                 os.ftruncate(self._handle, self.file.size)
 
@@ -195,13 +200,11 @@ class _Target:
             self._left -= 1
             return self._left == 0
 
-    def close(self) -> None:
-        """Flush and close."""
+    def flush(self) -> None:
         with self._errors():
             os.fsync(self._handle)
-            self.__del__()
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
@@ -266,6 +269,7 @@ class _Run:
         target.open()
         for offset, part in target.file.fixed(target.checksums):
             target.write(memoryview(part), offset)
+        target.flush()
         target.close()
         if self._journal is not None:
             self._journal.add(target.path, target.file.size, target.file.digest(target.checksums))

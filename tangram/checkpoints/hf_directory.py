@@ -29,6 +29,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
 """Name under which some files hold the head although config.json ties it to the embedding."""
+_UNQUANTISED = "give the directory of the bf16, fp16 or fp32 weights"
 
 
 class HFDirectory:
@@ -55,10 +56,12 @@ class HFDirectory:
         self.family = family or get_family(str(self.config.get("model_type")))
         self.bytes_read = 0
         self._lock = Lock()
+        self._refuse_quantised(self.config.get("quantization_config"))
         self.shards: dict[str, list[str]] = {}
         """Keys, as the files have them, of every file."""
         self._files: dict[str, SafetensorsFile] = {}
         self._find_files()
+        self._refuse_scales()
         self.layout: Literal["hub", "state_dict"] = self._find_layout()
         self._places = {self.family.canonical_name(key): (file, key) for file, keys in self.shards.items() for key in keys}
 
@@ -90,6 +93,20 @@ class HFDirectory:
             self.shards[name] = list(file.infos)
         if weight_map is not None:
             self._check_index(index_path, weight_map, holders)
+
+    def _refuse_quantised(self, quantisation: Any) -> None:
+        if quantisation:
+            found = quantisation if isinstance(quantisation, dict) else {}
+            block = found.get("weight_block_size")
+            what = str(found.get("quant_method", quantisation)) + (f", blocks of {' x '.join(map(str, block))}" if isinstance(block, list) else "")
+            raise CheckpointError(f"{self.path}: the weights are quantised ({what}), which is not read; {_UNQUANTISED}")
+
+    def _refuse_scales(self) -> None:
+        """Scales show what config.json keeps quiet about."""
+        scales = [key for keys in self.shards.values() for key in keys if key.endswith(("_scale_inv", ".weight_scale", ".qweight", ".qzeros"))]
+        if scales:
+            what = f"{len(scales)} tensors such as {min(scales)}"
+            raise CheckpointError(f"{self.path}: the weights are quantised ({what}), which is not read; {_UNQUANTISED}")
 
     def _read_index(self, path: Path) -> dict[str, str]:
         weight_map = read_mapping(path).get("weight_map")

@@ -84,9 +84,7 @@ def write_ranks(
     Raises:
         CheckpointError, PlacementError: as ``fill``, and where the disk is too small or a file cannot be written.
     """
-    files = _plan(table, topology, source)
-    folder.mkdir(parents=True, exist_ok=True)
-    return write_files(folder, files, identity_of(source), settings, journal)
+    return write_files(folder, _plan(table, topology, source), identity_of(source), settings, journal)
 
 
 def plan_ranks(table: Sequence[Rule], topology: Topology, source: CanonicalReader, settings: WriteSettings = WriteSettings()) -> WritePlan:  # noqa: B008

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tangram.checkpoints.look_options import Inspect, LookOptions, Verify
+from tangram.checkpoints.lora_options import LoraMerge, LoraToHF, LoraToMM
 from tangram.checkpoints.options import CommandOptions, DCPToHF, HFToDCP, HFToMM, MMToDCP, MMToHF, Resplit
+from tangram.cli import inspect, verify
+from tangram.cli.parser import Parser
 from tangram.cli.section_options import SectionOptions, UsageError
 from tangram.errors import suggest
 from tangram.guard import guarded
@@ -62,6 +66,24 @@ def _dcp_to_hf(options: Any, families: tuple[str, ...], dtype: Any) -> Conversio
     return prepare_dcp_to_hf(options, families, dtype, options.max_shard_bytes)
 
 
+def _lora_hf_to_mm(options: Any, families: tuple[str, ...], dtype: Any) -> Conversion:
+    from tangram.checkpoints.lora import prepare_lora_to_mm
+
+    return prepare_lora_to_mm(options.cfg, families, dtype)
+
+
+def _lora_mm_to_hf(options: Any, families: tuple[str, ...], dtype: Any) -> Conversion:
+    from tangram.checkpoints.lora import prepare_lora_to_hf
+
+    return prepare_lora_to_hf(options.cfg, families, dtype)
+
+
+def _lora_merge(options: Any, families: tuple[str, ...], dtype: Any) -> Conversion:
+    from tangram.checkpoints.lora import prepare_lora_merge
+
+    return prepare_lora_merge(options.cfg, families, dtype, options.max_shard_bytes)
+
+
 class Command(NamedTuple):
     """What a command does, its options, and how it is prepared."""
 
@@ -77,17 +99,36 @@ COMMANDS = {
     "hf_to_dcp": Command("write a training checkpoint from Hugging Face weights", HFToDCP, _hf_to_dcp),
     "mm_to_dcp": Command("write a training checkpoint from an mp_rank directory", MMToDCP, _mm_to_dcp),
     "dcp_to_hf": Command("write a Hugging Face directory from a training checkpoint", DCPToHF, _dcp_to_hf),
+    "lora_hf_to_mm": Command("write the mp_rank directory of a LoRA adapter from a PEFT directory", LoraToMM, _lora_hf_to_mm),
+    "lora_mm_to_hf": Command("write a PEFT directory from the mp_rank directory of a LoRA adapter", LoraToHF, _lora_mm_to_hf),
+    "lora_merge": Command("write a Hugging Face directory with a LoRA adapter added to its weights", LoraMerge, _lora_merge),
 }
+
+
+class Look(NamedTuple):
+    """A command that writes nothing: what it does, its options, and what runs it and returns the exit status."""
+
+    help: str
+    section: type[LookOptions]
+    show: Callable[[Any, tuple[str, ...], bool], int]
+
+
+LOOKS = {"verify": Look(verify.HELP, Verify, verify.show_verdict), "inspect": Look(inspect.HELP, Inspect, inspect.show_inspection)}
+"""Also without a converter: ``mm-convert verify FIRST SECOND``, ``mm-convert inspect DIR``; faults of theirs have status 2."""
+WORDS: dict[str, Command | Look] = {**COMMANDS, **LOOKS}
 HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``mm-convert``; returns the exit status.
 
-    0: done. 1: weights, directories or a split that cannot be converted, and full disks. 2: a command line that cannot be understood. 130:
+    0: done. 1: weights, directories or a split that cannot be converted, and full disks; what verify or inspect found wrong. 2: a command
+    line that cannot be understood, and what verify or inspect cannot read. 130:
     interrupted. Every fault is one line on standard error, and leaves no output directory.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in LOOKS:
+        return guarded("mm-convert", lambda: _look_alone(words[0], words[1:]))
     request: Request | None = None
 
     def read() -> int:
@@ -98,10 +139,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = guarded("mm-convert", read)
     if status or request is None:
         return status
-    return guarded("mm-convert", lambda: _convert(*request), user_fault=1)
+    command, options, families = request
+    if isinstance(command, Look):
+        return guarded("mm-convert", lambda: command.show(options.cfg, families, options.json_))
+    return guarded("mm-convert", lambda: _convert(command, options, families), user_fault=1)
 
 
-Request = tuple[Command, CommandOptions, tuple[str, ...]]
+def _look_alone(name: str, words: Sequence[str]) -> int:
+    module = {"verify": verify, "inspect": inspect}[name]
+    parser = Parser(prog=f"mm-convert {name}", description=module.HELP, epilog=module.EPILOG)
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words)))
+
+
+Request = tuple[Command | Look, Any, tuple[str, ...]]
 """Command, its options, and the families that the converter is for."""
 
 
@@ -111,7 +162,7 @@ def _read(words: list[str]) -> Request | None:
     if name is None:
         print(_help(converter))
         return None
-    command = COMMANDS[name]
+    command = WORDS[name]
     parsed = SectionOptions(f"mm-convert {converter} {name}", command.help, command.section).parse(rest)
     if parsed.options is None:
         print(parsed.print)
@@ -134,14 +185,14 @@ def _leading_words(words: list[str]) -> tuple[str | None, str | None, list[str]]
     if rest and rest[0] in HELP:
         return converter, None, []
     if not rest:
-        raise UsageError(f"command is missing after {converter}; one of {', '.join(COMMANDS)}")
-    if rest[0] not in COMMANDS:
-        raise UsageError(f"unknown command {rest[0]!r}{suggest(rest[0], COMMANDS)}; one of {', '.join(COMMANDS)}")
+        raise UsageError(f"command is missing after {converter}; one of {', '.join(WORDS)}")
+    if rest[0] not in WORDS:
+        raise UsageError(f"unknown command {rest[0]!r}{suggest(rest[0], WORDS)}; one of {', '.join(WORDS)}")
     return converter, rest[0], rest[1:]
 
 
 def _choices() -> str:
-    return f"converters: {', '.join(CONVERTERS)}; commands: {', '.join(COMMANDS)}; see mm-convert --help"
+    return f"converters: {', '.join(CONVERTERS)}; commands: {', '.join(WORDS)}; see mm-convert --help"
 
 
 def _families_of(converter: str) -> tuple[str, ...]:
@@ -165,7 +216,8 @@ def _help(converter: str | None) -> str:
         lines += ["Convert weights between Hugging Face, mp_rank and training-checkpoint directories.", "", "converters:"]
         lines += [f"  {name:26}{' and '.join(families) or 'any family, also one of a plug-in'}" for name, families in CONVERTERS.items()]
         lines += ["  FAMILY                    the name of a family, also one of a plug-in (--plugin PATH)", ""]
-    lines += ["commands:", *(f"  {name:12}{command.help}" for name, command in COMMANDS.items())]
+    lines += ["commands:", *(f"  {name:14}{command.help}" for name, command in WORDS.items())]
+    lines += ["", "without a converter: mm-convert verify FIRST SECOND, mm-convert inspect DIR"] if converter is None else []
     return "\n".join([*lines, "", f"options of a command: mm-convert {converter or 'CONVERTER'} COMMAND --help"])
 
 

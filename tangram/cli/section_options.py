@@ -132,7 +132,7 @@ class SectionOptions(Generic[S]):
 
 
 def _spelling(path: Path) -> str:
-    return "--" + (path[0].replace("_", "-") if len(path) == 1 and path[0] not in _PUBLIC else ".".join(path))
+    return "--" + (path[0].rstrip("_").replace("_", "-") if len(path) == 1 and path[0] not in _PUBLIC else ".".join(path))
 
 
 _PUBLIC = frozenset({"hf_dir", "dcp_dir", "load_dir", "save_dir", "model_assets_dir", "to_bf16"})
