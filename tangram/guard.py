@@ -13,6 +13,8 @@ from tangram.errors import TangramError
 
 USER_FAULT = 2
 INTERRUPTED = 130
+READER_GONE = 141
+"""What a shell gives for a program that SIGPIPE ended."""
 GRACE_SECONDS = 1.0
 """Other ranks than 0 wait this long before they report: a fault that all ranks share ends the launch meanwhile, and prints once."""
 
@@ -29,13 +31,19 @@ def guarded(program: str, action: Callable[[], int], user_fault: int = USER_FAUL
     """Run ``action`` and return the exit status.
 
     A TangramError, or a system error of ``MACHINE_FAULTS``, prints ``PROGRAM: error: MESSAGE`` on stderr and gives ``user_fault``, Ctrl-C
-    gives 130, other exceptions keep their traceback.
+    gives 130, output that nobody reads any more (``| head``) quietly 141, other exceptions keep their traceback.
     In a torchrun launch a failed rank leaves at once, without the interpreter's shutdown: that can wait for collectives which the
     other ranks never join.
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        return action()
+        status = action()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        status = READER_GONE
+        # Else the interpreter tries to write the rest when it ends, and complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except TangramError as error:
         status = user_fault
         _report(program, str(error))

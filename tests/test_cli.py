@@ -44,6 +44,16 @@ def test_help_starts_fast_and_imports_nothing_heavy(arguments: list[str]) -> Non
     assert shown.endswith("[]\n")
 
 
+def test_a_reader_that_goes_away_is_no_fault() -> None:
+    """As ``mm-convert --help | true``: 141 is 128 + SIGPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "tangram.cli.mm_convert", "--help"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])

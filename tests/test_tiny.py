@@ -320,6 +320,7 @@ def test_the_image_processor_reads_its_limits(tiny_hf: TinyHF) -> None:
         ({"hidden": 16, "heads": 4}, "need a head width of 6"),
         ({"vocab": 151936}, "leave it out for the real 151936"),
         ({"text_layers": 0}, "text_layers 0 must be positive"),
+        ({"weight_std": float("nan")}, "weight_std nan must be positive and finite"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes: dict, message: str) -> None:

@@ -7,6 +7,7 @@ parameter name): the installed transformers does not change them.
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -73,8 +74,8 @@ class TinySpec:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and value <= 0:
-                raise ConfigError(f"tiny model: {name} {value} must be positive")
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise ConfigError(f"tiny model: {name} {value} must be positive{'' if isinstance(value, int) else ' and finite'}")
         for width, heads, unit, why in (
             ("hidden", "heads", 2, "rotary positions need an even head width"),
             ("vision_hidden", "vision_heads", 4, "2-D rotary positions need a head width divisible by 4"),
