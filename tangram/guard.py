@@ -25,11 +25,11 @@ before_leaving: list[Callable[[], object]] = []
 """Called between the report of a fault and the end of a launched process."""
 
 
-def guarded(program: str, action: Callable[[], int]) -> int:
+def guarded(program: str, action: Callable[[], int], user_fault: int = USER_FAULT) -> int:
     """Run ``action`` and return the exit status.
 
-    A TangramError, or a system error of ``MACHINE_FAULTS``, prints ``PROGRAM: error: MESSAGE`` on stderr and gives 2, Ctrl-C gives 130,
-    other exceptions keep their traceback.
+    A TangramError, or a system error of ``MACHINE_FAULTS``, prints ``PROGRAM: error: MESSAGE`` on stderr and gives ``user_fault``, Ctrl-C
+    gives 130, other exceptions keep their traceback.
     In a torchrun launch a failed rank leaves at once, without the interpreter's shutdown: that can wait for collectives which the
     other ranks never join.
     """
@@ -37,14 +37,14 @@ def guarded(program: str, action: Callable[[], int]) -> int:
     try:
         return action()
     except TangramError as error:
-        status = USER_FAULT
+        status = user_fault
         _report(program, str(error))
     except KeyboardInterrupt:
         status = INTERRUPTED
         sys.stderr.write(f"{program}: interrupted\n")
     except Exception as error:
         if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
-            status = USER_FAULT
+            status = user_fault
             place = f"{error.filename}: " if error.filename is not None else ""
             _report(program, f"{place}{error.strerror}; check the path, its permissions and the free space")
         elif not launched:

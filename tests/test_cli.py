@@ -67,6 +67,37 @@ def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None
     assert "unknown argument '--voc'" in faults(capsys, "tiny", "qwen2_vl", "x", "--voc", "64")
 
 
+def test_overrides_may_stand_behind_options() -> None:
+    """argparse itself reads positional words only before the first option that follows one of them."""
+    from tangram.cli.main import build_parser
+
+    for words in (["a.b=1", "c.d=2", "--nproc-per-node", "2"], ["--nproc-per-node", "2", "a.b=1", "c.d=2"], ["a.b=1", "--nproc-per-node=2", "c.d=2"]):
+        args = build_parser().parse_args(["train", "run.yaml", *words])
+        assert (args.run_file, args.overrides, args.nproc_per_node) == ("run.yaml", ["a.b=1", "c.d=2"], 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--tolerance", "nan", "--tolerance nan must be a number from 0 up"),
+        ("--tolerance", "inf", "--tolerance inf must be a number from 0 up"),
+        ("--tolerance", "-1", "--tolerance -1.0 must be a number from 0 up"),
+        ("--lr", "nan", "--lr nan must be a number above 0"),
+        ("--lr", "0", "--lr 0.0 must be a number above 0"),
+        ("--rows", "-1", "--rows -1 must be at least 0"),
+        ("--steps", "0", "--steps 0 must be at least 1"),
+    ],
+)
+def test_numbers_that_align_cannot_use_are_refused_first(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert faults(capsys, "align", "--hf", "nowhere", option, value) == f"tangram: error: {message}\n"
+
+
+def test_a_number_of_processes_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in ("0", "-1"):
+        assert f"--nproc-per-node {number} must be at least 1" in faults(capsys, "train", "run.yaml", "--nproc-per-node", number)
+    assert "unknown argument '--nproc' (did you mean '--nproc-per-node'?)" in faults(capsys, "train", "run.yaml", "--nproc", "2")
+
+
 def test_a_fault_of_the_user_is_one_line_and_status_2(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
     ended = run("tiny", "qwen2_vl", str(tmp_path), "--vocab", "64")

@@ -217,11 +217,19 @@ def spoil(folder: Path, name: str, change: Callable[[bytes], bytes | None]) -> N
         (".metadata", lambda b: b[:-200], ".metadata: damaged"),
         (".metadata", lambda b: pickle.dumps(os.system), "refused to load posix.system"),
         (".metadata", lambda b: b"cpathlib\nos.getcwd\n.", "refused to load pathlib.os.getcwd"),
-        ("__0_0.distcp", lambda b: None, "not loaded: rank 0: FileNotFoundError.*__0_0.distcp"),
-        ("__0_0.distcp", lambda b: b[: len(b) // 2], "not loaded: rank 0"),
+        ("__0_0.distcp", lambda b: None, "not loaded: rank 0: FileNotFoundError.*__0_0.distcp'; a file is missing"),
+        ("__0_0.distcp", lambda b: b[: len(b) // 2], r"not loaded: .*__0_0.distcp: damaged between bytes \d+ and \d+: "),
         ("manifest.json", lambda b: b[:40], "manifest.json: damaged"),
         ("manifest.json", lambda b: b.replace(b'"format_version": 1', b'"format_version": 9'), "format version 9, this Tangram reads 1"),
         ("manifest.json", lambda b: b.replace(b'"seed"', b'"sede"'), "keys sede, seed are missing or unknown"),
+        ("manifest.json", lambda b: b.replace(b'"step": 1,', b'"step": "1",'), "damaged: step is '1', expected a whole number; use another"),
+        ("manifest.json", lambda b: b.replace(b'"step": 1,', b'"step": -1,'), "damaged: step is -1, expected a whole number"),
+        ("manifest.json", lambda b: b.replace(b'"step": 1,', b'"step": true,'), "damaged: step is True, expected a whole number"),
+        ("manifest.json", lambda b: b.replace(b'"consumed_samples": 8', b'"consumed_samples": 8.5'), "consumed_samples is 8.5, expected a whole"),
+        ("manifest.json", lambda b: b.replace(b'"rng": true', b'"rng": 1'), "damaged: rng is 1, expected true or false"),
+        ("manifest.json", lambda b: b.replace(b'"extra": {}', b'"extra": []'), r"damaged: extra is \[\], expected a mapping"),
+        ("manifest.json", lambda b: b"[" * 100_000, "manifest.json: damaged"),
+        ("manifest.json", lambda b: b"[]", "format version None"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, change: Callable[[bytes], bytes | None], message: str) -> None:
@@ -235,8 +243,54 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str, change: Call
 def test_the_reader_names_a_damaged_file(tmp_path: Path) -> None:
     folder = manager().save(tmp_path, 1, 8)
     spoil(folder, "__0_0.distcp", lambda content: content[:100])
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: damaged between bytes \d+ and \d+: "):
+        DCPReader(folder).read(EMBEDDING, (0, 0), (1, 1))
+    (folder / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="a file is missing or damaged"):
         DCPReader(folder).read(EMBEDDING, (0, 0), (1, 1))
+
+
+def flipped(content: bytes, position: int, bit: int = 0) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
+
+
+def test_one_wrong_bit_among_the_numbers_is_found_by_trainer_and_reader(tmp_path: Path) -> None:
+    """torch.load does not look at the checksums of its own files: 1.0 would silently become another number."""
+    folder = manager(1.0).save(tmp_path, 1, 8)
+    ones = torch.ones(37 * 16).numpy().tobytes()
+    position = (folder / "__0_0.distcp").read_bytes().find(ones) + 4 * 37 + 2
+    assert position > 4 * 37 + 2, "the embedding, 37 by 16, stands there as it is"
+    spoil(folder, "__0_0.distcp", lambda content: flipped(content, position))
+    target = manager(-1.0)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: damaged between bytes \d+ and \d+: .*does not have its checksum; use another"):
+        target.load(folder)
+    with pytest.raises(CheckpointError, match="does not have its checksum"):
+        DCPReader(folder).read(EMBEDDING, (0, 0), (37, 16))
+
+
+def test_a_wrong_bit_anywhere_is_told_or_does_no_harm(tmp_path: Path) -> None:
+    """In the metadata, a pickle, it can raise anything; in either file it must never change what is read."""
+    folder = manager(1.0).save(tmp_path, 1, 8)
+    draw = random.Random(5)
+    expected = {key: tuple(shape) for key, shape in manager().shapes.items()}
+    told = 0
+    for name, count in ((".metadata", 150), ("__0_0.distcp", 60)):
+        whole = (folder / name).read_bytes()
+        for _ in range(count):
+            (folder / name).write_bytes(flipped(whole, draw.randrange(len(whole)), draw.randrange(8)))
+            try:
+                reader = DCPReader(folder)
+                shapes = {key: info.shape for key, info in reader.names().items()}
+                numbers = {float(n) for key, shape in shapes.items() for n in reader.read(key, (0,) * len(shape), shape).unique()}
+                assert sorted(shapes.values()) == sorted(expected.values()) and numbers == {1.0}
+                if shapes != expected:  # a name that is wrong throughout
+                    manager(-1.0).load(folder)
+                    pytest.fail("loaded under a wrong name")
+            except CheckpointError as error:
+                assert "\n" not in str(error)
+                told += 1
+        (folder / name).write_bytes(whole)
+    assert told > 50
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -17,7 +17,8 @@ from tangram.families.base import get_family
 from tangram.families.tiny import TinySpec
 from tests.conftest import TinyHF
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
 pytestmark = pytest.mark.compat
 
 
@@ -42,7 +43,7 @@ def picture_batch(config: dict) -> dict[str, torch.Tensor]:
         "input_ids": torch.tensor([[5, 6, start, *[image] * 16, end, 7, 8]]),
         "attention_mask": torch.ones(1, 22, dtype=torch.long),
         "position_ids": positions[:, None],
-        "pixel_values": torch.randn(64, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(1)),
+        "pixel_values": torch.randn(64, 3 * 2 * config["vision_config"]["patch_size"] ** 2, generator=torch.Generator().manual_seed(1)),
         "image_grid_thw": torch.tensor([[1, 8, 8]]),
     }
 
@@ -60,6 +61,20 @@ def test_transformers_loads_every_tensor_and_runs(tiny_hf: TinyHF, family: str, 
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_gives_every_expert_its_own_matrices(tiny_hf: TinyHF, tied: bool) -> None:
+    """transformers 5.x holds stacked experts transposed, 4.57 as the hub's files do."""
+    folder = tiny_hf("qwen3_vl_moe", tied=tied)
+    stored = load_file(folder / "model.safetensors")
+    held = dict(load(folder)[0].named_parameters())
+    for name in (n for n in stored if "experts" in n):
+        matrices = held[name] if held[name].shape == stored[name].shape else held[name].transpose(1, 2)
+        assert torch.equal(matrices, stored[name]), name
+    assert stored["model.language_model.layers.3.mlp.experts.gate_up_proj"].shape == (4, 64, 96)
+    assert stored["model.language_model.layers.3.mlp.experts.down_proj"].shape == (4, 48, 64)
+    assert stored["model.language_model.layers.3.mlp.gate.weight"].shape == (4, 64)
+
+
 @pytest.mark.parametrize(("family", "mlp"), [("qwen2_vl", "fc1"), ("qwen2_5_vl", "gate_proj")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_keys_are_the_hubs(tiny_hf: TinyHF, family: str, mlp: str, tied: bool) -> None:
@@ -69,6 +84,19 @@ def test_keys_are_the_hubs(tiny_hf: TinyHF, family: str, mlp: str, tied: bool) -
     assert f"visual.blocks.0.mlp.{mlp}.weight" in keys
     assert ("lm_head.weight" in keys) is not tied
     assert all(re.match(r"(visual|model\.(layers|embed_tokens|norm)|lm_head)\.", k) for k in keys)
+
+
+@pytest.mark.parametrize("family", QWEN3)
+@pytest.mark.parametrize("tied", [False, True])
+def test_keys_of_qwen3_vl_are_the_hubs(tiny_hf: TinyHF, family: str, tied: bool) -> None:
+    with safe_open(tiny_hf(family, tied=tied) / "model.safetensors", "pt") as file:
+        keys = set(file.keys())
+    mlp = "mlp.experts.gate_up_proj" if family == "qwen3_vl_moe" else "mlp.gate_proj.weight"
+    text, vision = "model.language_model.", "model.visual."
+    assert {f"{text}embed_tokens.weight", f"{text}norm.weight", f"{text}layers.3.self_attn.q_norm.weight", f"{text}layers.3.{mlp}"} <= keys
+    assert {f"{vision}pos_embed.weight", f"{vision}patch_embed.proj.bias", f"{vision}deepstack_merger_list.1.norm.bias"} <= keys
+    assert ("lm_head.weight" in keys) is not tied
+    assert all(re.match(r"(model\.(visual|language_model)|lm_head)\.", k) for k in keys)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,6 +117,9 @@ def test_values_do_not_depend_on_the_installed_transformers(tiny_hf: TinyHF) -> 
     }
     for name, values in expected.items():
         torch.testing.assert_close(tensors[name].flatten()[:3], torch.tensor(values), rtol=0, atol=1e-6)
+    digest = hashlib.sha256((tiny_hf("qwen3_vl_moe") / "model.safetensors").read_bytes()).hexdigest()
+    assert digest.startswith("06510c3dd002eb81")
+
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,10 +164,48 @@ def test_config_says_what_published_models_say(tiny_hf: TinyHF, family: str) -> 
     text, vision = model.text_decoder, model.image_encoder.vision_encoder
     assert (text.num_layers, text.hidden_size, text.num_attention_heads, text.num_query_groups, text.vocab_size) == (3, 96, 8, 4, 160)
     assert (vision.num_layers, vision.hidden_size, vision.num_attention_heads) == (2, 48, 4)
-    assert (text.rope_theta, text.layernorm_epsilon, text.mrope_section) == (1e6, 1e-6, [1, 2, 3])
+    assert (text.rope_theta, text.layernorm_epsilon, text.mrope_section) == (5e6 if family in QWEN3 else 1e6, 1e-6, [1, 2, 3])
     assert not text.untie_embeddings_and_output_weights
     assert (model.img_context_token_id, model.video_token_id, model.vision_start_token_id) == (158, 159, 155)
     assert read(folder, "generation_config.json")["eos_token_id"] == [148, 146]
+
+
+def test_deepstack_and_position_table_matter(tiny_hf: TinyHF) -> None:
+    folder = tiny_hf("qwen3_vl")
+    config = read(folder)
+    assert config["vision_config"]["deepstack_visual_indexes"] == [0, 2]
+    batch = picture_batch(config)
+    with torch.no_grad():
+        model, _ = load(folder)
+        logits = model(**batch).logits
+        model.model.visual.pos_embed.weight.zero_()
+        unplaced = model(**batch).logits
+        model, _ = load(folder)
+        for merger in model.model.visual.deepstack_merger_list:
+            merger.linear_fc2.weight.zero_()
+            merger.linear_fc2.bias.zero_()
+        shallow = model(**batch).logits
+    assert (unplaced - logits).norm() > 0.05 * logits.norm()
+    assert (shallow - logits).norm() > 0.05 * logits.norm()
+
+
+def test_sizes_that_only_some_families_have(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    experts = {"experts": 6, "experts_per_token": 3, "expert_ffn": 40, "deepstack": (1, 3), "position_rows": 36}
+    model = get_family("qwen3_vl_moe").from_hf_config(read(tiny_hf("qwen3_vl_moe", **experts)))
+    text, vision = model.text_decoder, model.image_encoder.vision_encoder
+    assert (text.num_moe_experts, text.moe_router_topk, text.moe_intermediate_size) == (6, 3, 40)
+    assert (vision.deepstack_visual_indexes, vision.max_position_embeddings) == ([1, 3], 36)
+    for family, sizes, message in (
+        ("qwen2_vl", experts, "qwen2_vl has no experts, experts_per_token, expert_ffn, deepstack, position_rows; leave them out"),
+        ("qwen3_vl", {"expert_ffn": 40}, "qwen3_vl has no expert_ffn; leave it out"),
+        ("qwen3_vl", {"position_rows": 35}, "max_position_embeddings 35 is no square"),
+        ("qwen3_vl", {"deepstack": (4,)}, "deepstack_visual_indexes [4] lie outside 0..3"),
+        ("qwen3_vl_moe", {"experts": 2, "experts_per_token": 3}, "moe_router_topk 3 is more than num_moe_experts 2"),
+        ("qwen3_vl_moe", {"expert_ffn": 32}, "expert_ffn 32 is hidden 64 or half of it"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            get_family(family).tiny(tmp_path / "out", 0, False, TinySpec(vocab=64, **sizes))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bf16_is_the_rounded_fp32(tiny_hf: TinyHF) -> None:
@@ -203,6 +272,34 @@ class TestRealVocabulary:
         assert tokenizer.apply_chat_template(alone, tokenize=False, add_generation_prompt=True) == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         )
+
+
+class TestRealVocabularyOfQwen3:
+    @pytest.fixture(scope="class")
+    def folder(self, tiny_hf: TinyHF) -> Path:
+        return tiny_hf("qwen3_vl", vocab=None, hidden=24, text_layers=1, vision_layers=1, tied=True)
+
+    def test_tokens_of_the_newer_vocabulary_are_there_and_no_system_prompt(self, folder: Path) -> None:
+        """Ids of the published Qwen3-VL tokenizer."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert len(tokenizer) == 151669
+        assert tokenizer("<tool_response></tool_response><think></think>")["input_ids"] == [151665, 151666, 151667, 151668]
+        assert tokenizer("<|vision_start|><|image_pad|>")["input_ids"] == [151652, 151655]
+        question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+        assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == (
+            "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Hi<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_the_image_processor_is_the_published_one(self, folder: Path) -> None:
+        """Patches of 16, and pixels scaled to -1..1."""
+        from PIL import Image
+        from transformers import AutoImageProcessor
+
+        white = AutoImageProcessor.from_pretrained(folder)(images=[Image.new("RGB", (128, 64), "white")], return_tensors="pt")
+        assert white["image_grid_thw"].tolist() == [[1, 4, 8]]
+        assert white["pixel_values"].shape == (32, 3 * 2 * 16 * 16) and (white["pixel_values"] == 1).all()
 
 
 def test_the_image_processor_reads_its_limits(tiny_hf: TinyHF) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tangram.checkpoints.conversion import whole
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.load_hf import load_hf
 from tangram.checkpoints.manager import CheckpointManager
-from tangram.checkpoints.open import whole
 from tangram.placement.blocks import place
 
 

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Qwen2.5-VL-32B: 2 nodes of 8 devices, TP 2 x PP 8 x DP 1, global batch 96. Set NODE_RANK and MASTER_ADDR on each node.
-MODEL=${MODEL:-examples/qwen2.5vl/model_32b.json}
+EXAMPLE=examples/qwen2.5vl
+MODEL=${MODEL:-$EXAMPLE/model_32b.json}
 HF_DIR=${HF_DIR:-ckpt/hf_path/Qwen2.5-VL-32B-Instruct}
 TP=${TP:-2} PP=${PP:-8} GRAD_ACC_STEP=${GRAD_ACC_STEP:-96} DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
 NNODES=${NNODES:-2}
-source "$(dirname "${BASH_SOURCE[0]}")/finetune.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../finetune.sh"

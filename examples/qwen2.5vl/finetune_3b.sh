@@ -1,7 +1,8 @@
 #!/bin/bash
 # Qwen2.5-VL-3B: 8 devices, TP 1 x PP 1 x DP 8, global batch 256.
-MODEL=${MODEL:-examples/qwen2.5vl/model_3b.json}
+EXAMPLE=examples/qwen2.5vl
+MODEL=${MODEL:-$EXAMPLE/model_3b.json}
 HF_DIR=${HF_DIR:-ckpt/hf_path/Qwen2.5-VL-3B-Instruct}
 TP=${TP:-1} PP=${PP:-1} GRAD_ACC_STEP=${GRAD_ACC_STEP:-32} DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
 NNODES=${NNODES:-1}
-source "$(dirname "${BASH_SOURCE[0]}")/finetune.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../finetune.sh"

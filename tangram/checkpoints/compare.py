@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 import torch
 
+from tangram.checkpoints.engine import slabs
 from tangram.checkpoints.reader import CanonicalReader, bits, same_bits
 from tangram.placement.table import Shape
 
 SLAB = 4 << 20
 """Elements of one slab: 16 MiB in fp32."""
+PIECE = 1 << 18
+"""Elements of a slab that are compared at a time where something differs."""
+_TINY = torch.finfo(torch.float64).tiny
 
 
-def slabs(shape: Shape, limit: int = SLAB) -> Iterator[tuple[Shape, Shape]]:
-    """Rectangles ``(start, shape)`` of at most ``limit`` elements that tile a tensor, in the order of its elements."""
-    if prod(shape) <= limit:
-        yield (0,) * len(shape), shape
-        return
-    inner = prod(shape[1:])
-    rows = max(1, limit // inner)
-    for row in range(0, shape[0], rows):
-        count = min(rows, shape[0] - row)
-        for start, size in slabs(shape[1:], limit) if inner > limit else [((0,) * (len(shape) - 1), shape[1:])]:
-            yield (row, *start), (count, *size)
-
-
-@dataclass
+@dataclass(frozen=True)
 class NonFinite:
     """Counts of one tensor on one side."""
 
     nan: int = 0
     inf: int = 0
 
-    def add(self, values: torch.Tensor) -> None:
-        if not values.is_floating_point():
-            return
+    @classmethod
+    def among(cls, values: torch.Tensor) -> NonFinite:
+        """Of a tensor's elements."""
+        if not values.is_floating_point() or not values.numel():
+            return cls()
         if values.dtype.itemsize == 1:  # torch tests no fp8
             values = values.float()
-        if not values.isfinite().all():
-            self.nan += int(values.isnan().sum())
-            self.inf += int(values.isinf().sum())
+        # The least and the greatest are NaN where any element is, and take no memory.
+        if all(bound.isfinite() for bound in values.aminmax()):
+            return cls()
+        return cls(int(values.isnan().sum()), int(values.isinf().sum()))
+
+    def __add__(self, other: NonFinite) -> NonFinite:
+        return NonFinite(self.nan + other.nan, self.inf + other.inf)
 
     def __bool__(self) -> bool:
         return bool(self.nan or self.inf)
@@ -92,16 +88,19 @@ def compare_tensors(
         limit: elements in memory at a time, of each side.
     """
     found = TensorComparison(name, prod(shape))
-    for start, size in slabs(shape, limit):
+    for start, size in slabs(shape, 4, 4 * limit):
         first, second = one[0].read(one[1], start, size), other[0].read(other[1], start, size)
-        found.not_finite[0].add(first)
-        found.not_finite[1].add(second)
+        equal = same_bits(first, second)
+        counts = NonFinite.among(first)
+        others = counts if equal else NonFinite.among(second)
+        found.not_finite = found.not_finite[0] + counts, found.not_finite[1] + others
+        if equal:
+            continue
         if first.dtype != second.dtype:
             common = exact_type(first.dtype, second.dtype)
             assert common is not None, "the caller compares element types first"
             first, second = first.to(common), second.to(common)
-        if not same_bits(first, second):
-            _add_differences(found, first, second, start, tolerance)
+        _add_differences(found, first, second, start, tolerance)
     return found
 
 
@@ -117,22 +116,26 @@ def exact_type(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
 
 
 def _add_differences(found: TensorComparison, first: torch.Tensor, second: torch.Tensor, start: Shape, tolerance: float | None) -> None:
-    differs = bits(first) != bits(second)
-    a, b = first[differs].double(), second[differs].double()
-    size = torch.maximum(a.abs(), b.abs())
-    gap = (a - b).abs()
-    if tolerance is not None:
-        kept = ~((gap <= tolerance * size) & gap.isfinite()) & ~((a == b) | (a.isnan() & b.isnan()))
-        differs[differs.clone()] = kept
-        a, b, size, gap = a[kept], b[kept], size[kept], gap[kept]
-    if not a.numel():
-        return
-    finite = gap.isfinite()
-    if finite.any():
-        found.largest = max(found.largest, float(gap[finite].max()))
-        found.relative = max(found.relative, float((gap[finite] / size[finite].clamp(min=torch.finfo(torch.float64).tiny)).max()))
-    if found.where is None:
-        inside = np.unravel_index(int(differs.numpy().argmax()), tuple(differs.shape))
-        found.where = First(tuple(x + int(y) for x, y in zip(start, inside, strict=True)), float(a[0]), float(b[0]))
-    found.differing += int(a.numel())
-
+    """Count what differs in a slab, in pieces that stay in the processor's cache."""
+    shape = tuple(first.shape)
+    ones, others = first.reshape(-1), second.reshape(-1)
+    for begin in range(0, ones.numel(), PIECE):
+        one, other = ones[begin : begin + PIECE], others[begin : begin + PIECE]
+        differs = bits(one) != bits(other)
+        if not differs.any():
+            continue
+        a, b = one.double(), other.double()
+        gap, size = (a - b).abs(), torch.maximum(a.abs(), b.abs())
+        if tolerance is not None:
+            differs &= ~((gap <= tolerance * size) & gap.isfinite()) & (a != b) & ~(a.isnan() & b.isnan())
+        count = int(differs.sum())
+        if not count:
+            continue
+        finite = differs & gap.isfinite()
+        found.largest = max(found.largest, float(gap.where(finite, 0.0).max()))
+        found.relative = max(found.relative, float((gap / size.clamp(min=_TINY)).where(finite, 0.0).max()))
+        if found.where is None:
+            at = int(differs.numpy().argmax())
+            inside = np.unravel_index(begin + at, shape)
+            found.where = First(tuple(x + int(y) for x, y in zip(start, inside, strict=True)), float(a[at]), float(b[at]))
+        found.differing += count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ class Manifest:
     hf_config: Mapping[str, Any]
     tokenizer_hash: str
     dataset_fingerprint: str
-    seed: int
+    seed: int | None
+    """None: the weights were imported and belong to no run yet, so tokenizer, dataset and schedule are those of the run that loads them."""
     schedule: Mapping[str, Any]
     optimizer: bool
     """Whether optimizer state was saved."""
@@ -92,6 +93,12 @@ class Manifest:
             schedule=facts.schedule,
             **others,
         )
+
+    @classmethod
+    def imported(cls, family: str, topology: Topology, hf_config: Mapping[str, Any]) -> Manifest:
+        """Of weights that no run has trained: step 0, to be continued with any data, tokenizer and seed."""
+        facts = RunFacts(family, topology, 1, hf_config, tokenizer_hash="", dataset_fingerprint="", seed=0, schedule={})
+        return replace(cls.of(facts, step=0, consumed_samples=0, optimizer=False, rng=False, grad_scaler={}, extra={}), seed=None)
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -119,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: no training checkpoint there ({MANIFEST_FILE} is missing); give the folder of a finished one")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: {error}; use another checkpoint") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
@@ -127,7 +134,17 @@ def read_manifest(folder: Path) -> Manifest:
     if set(raw) != {entry.name for entry in fields(Manifest)}:
         odd = sorted(set(raw) ^ {entry.name for entry in fields(Manifest)})
         raise CheckpointError(f"{path}: damaged: keys {', '.join(odd)} are missing or unknown; use another checkpoint")
+    for entry in fields(Manifest):
+        kind = _KINDS[str(entry.type).partition("[")[0]]
+        value = raw[entry.name]
+        negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or negative:
+            raise CheckpointError(f"{path}: damaged: {entry.name} is {value!r}, expected {_NAMES[kind]}; use another checkpoint")
     return Manifest(**raw)
+
+
+_KINDS: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "Mapping": dict}
+_NAMES = {int: "a whole number", str: "a string", bool: "true or false", dict: "a mapping"}
 
 
 def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:
@@ -138,6 +155,8 @@ def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:
     """
     if manifest.family != facts.family:
         raise CheckpointError(f"{where}: a checkpoint of family {manifest.family!r}, this run trains {facts.family!r}; load one of its own")
+    if manifest.seed is None:
+        return
     for what, saved, here in (
         ("tokenizer", manifest.tokenizer_hash, facts.tokenizer_hash),
         ("dataset", manifest.dataset_fingerprint, facts.dataset_fingerprint),
@@ -152,7 +171,7 @@ def check_same_run(manifest: Manifest, facts: RunFacts, where: str) -> None:
 
 def schedule_changes(manifest: Manifest, facts: RunFacts) -> list[str]:
     """Differences of the learning-rate schedule, one phrase each."""
-    names = sorted({*manifest.schedule, *facts.schedule})
+    names = sorted({*manifest.schedule, *facts.schedule}) if manifest.seed is not None else []
     pairs = [(name, manifest.schedule.get(name), facts.schedule.get(name)) for name in names]
     return [f"{name} was {saved}, is {here}" for name, saved, here in pairs if saved != here]
 

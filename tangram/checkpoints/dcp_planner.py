@@ -6,12 +6,15 @@ names the entry.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import struct
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -106,7 +109,8 @@ def _check_steps(all_steps: Iterable[Mapping[str, int]]) -> None:
 
 
 class SafeReader(FileSystemReader):
-    """Reads DCP directories; their metadata is a pickle, of which only the types that DCP puts there are accepted.
+    """Reads DCP directories. Their metadata is a pickle, of which only the types that DCP puts there are accepted. Their tensors are zip
+    archives, whose checksums torch writes but never reads; here they are compared.
 
     Args:
         metadata: where it was read already.
@@ -125,6 +129,24 @@ class SafeReader(FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path}: holds no checkpoint metadata")
         return metadata
+
+    def _slice_file(self, file: IO[bytes], info: Any) -> IO[bytes]:
+        # DCP's own view of a part cannot seek from its end, as zipfile does.
+        part = io.BytesIO(super()._slice_file(file, info).read())
+        try:
+            with zipfile.ZipFile(part) as archive:
+                name = archive.testzip()
+            damaged = f"{name} does not have its checksum" if name is not None else None
+        # Damaged lengths and flags lead zipfile anywhere.
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+            damaged = _one_line(error)
+        if damaged is not None:
+            raise CheckpointError(
+                f"{Path(self.path) / info.relative_path}: damaged between bytes {info.offset} and {info.offset + info.length}: {damaged}; "
+                "use another checkpoint"
+            )
+        part.seek(0)
+        return part
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -158,12 +180,40 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{folder}: no training checkpoint there ({METADATA_FILE} is missing); give the folder of a finished one")
     try:
         metadata = SafeReader(folder).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, OSError) as error:
+        fault = _fault_of(metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way
         raise CheckpointError(f"{path}: damaged: {_one_line(error)}; use another checkpoint") from None
+    if fault:
+        raise CheckpointError(f"{path}: damaged, or not written by Tangram: {fault}; use another checkpoint")
+    return metadata
+
+
+def _fault_of(metadata: Metadata) -> str | None:
+    """What in the metadata contradicts itself: every tensor must be made of parts that lie inside it, fill it, and are stored somewhere."""
+    stored = metadata.storage_data
+    expected = set()
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{folder}: entry {key!r} is not a tensor; it was not written by Tangram")
-    return metadata
+            return f"entry {key!r} is not a tensor"
+        size, count = tuple(entry.size), 0
+        for part in entry.chunks:
+            offsets, sizes = tuple(part.offsets), tuple(part.sizes)
+            inside = len(offsets) == len(sizes) == len(size)
+            if not inside or any(o < 0 or n < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)):
+                return f"{key}: the part at {offsets} of shape {sizes} does not lie inside {size}"
+            count += math.prod(sizes)
+            expected.add((key, offsets))
+        if count != math.prod(size):
+            return f"{key}: its parts hold {count} of {math.prod(size)} elements"
+    for place in stored.values():
+        named = isinstance(place.relative_path, str) and "/" not in place.relative_path
+        if not named or min(place.offset, place.length) < 0 or place.transform_descriptors:
+            return f"{place} is no place in a file"
+    found = {(index.fqn, tuple(index.offset)) for index in stored}
+    odd = sorted(str(key) for key, _ in expected ^ found)
+    return f"{odd[0]}: its parts and their places in files do not fit" if odd else None
 
 
 def check_entries(state: Mapping[str, torch.Tensor], metadata: Metadata, where: str) -> None:
@@ -233,7 +283,7 @@ def read(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) 
     try:
         dcp.load(dict(tensors), storage_reader=SafeReader(folder, metadata), planner=_planner(), no_dist=not distributed())
     except CheckpointException as error:
-        _raise_plain(error, f"{folder}: not loaded")
+        _raise_plain(error, f"{folder}: not loaded", "; a file is missing or damaged: use another checkpoint")
     except RuntimeError as error:
         raise lost_contact(error) from error
 
@@ -257,12 +307,12 @@ def _planner() -> DefaultLoadPlanner:
     return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-def _raise_plain(error: CheckpointException, what: str) -> NoReturn:
+def _raise_plain(error: CheckpointException, what: str, mend: str = "") -> NoReturn:
     """DCP's exception is a BaseException that holds one failure per rank; raise the first as ours."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, CheckpointError):
         raise CheckpointError(f"{what}: {cause}") from None
-    raise CheckpointError(f"{what}: rank {rank}: {_one_line(cause)}") from None
+    raise CheckpointError(f"{what}: rank {rank}: {_one_line(cause)}{mend}") from None
 
 
 def _one_line(error: BaseException) -> str:

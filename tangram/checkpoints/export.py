@@ -97,10 +97,10 @@ def _plan(
     canonical = {family.hub_name(name): name for name in infos}
     keys = _cut(infos, family, shards, largest)
     check_names([key for part in keys.values() for key in part], list(canonical), "shards to write")
-    return [_plan_file(file, {key: (canonical[key], infos[canonical[key]]) for key in part}, source) for file, part in keys.items()]
+    return [plan_file(file, {key: (canonical[key], infos[canonical[key]]) for key in part}, source) for file, part in keys.items()]
 
 
-def _plan_file(path: str, tensors: Mapping[str, tuple[str, TensorInfo]], source: CanonicalReader) -> PlannedFile:
+def plan_file(path: str, tensors: Mapping[str, tuple[str, TensorInfo]], source: CanonicalReader) -> PlannedFile:
     """One weight file. ``tensors``: key -> canonical name, shape and element type in the file."""
     lead, begins = lay_out({key: info for key, (_, info) in tensors.items()}, {"format": "pt"})
     planned = tuple(

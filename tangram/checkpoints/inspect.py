@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tangram.checkpoints.conversion import check_family, whole
 from tangram.checkpoints.copier import show
 from tangram.checkpoints.dcp_manifest import find_checkpoint
 from tangram.checkpoints.dcp_manifest import read_manifest as read_training_manifest
@@ -22,9 +24,9 @@ from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.kinds import kind_of_weights
 from tangram.checkpoints.look_options import InspectOptions
 from tangram.checkpoints.lora_inspect import describe_adapter
-from tangram.checkpoints.manifest import read_manifest
+from tangram.checkpoints.manifest import Manifest, read_manifest
 from tangram.checkpoints.mp_rank import MMDirectory
-from tangram.checkpoints.open import open_checkpoint, whole
+from tangram.checkpoints.open import open_checkpoint
 from tangram.checkpoints.rank_file import load_rank_file
 from tangram.checkpoints.reader import TensorInfo, count_elements
 from tangram.checkpoints.safetensors_io import SafetensorsFile
@@ -33,6 +35,8 @@ from tangram.config.parsing import read_mapping
 from tangram.errors import TangramError
 from tangram.families.base import Family, get_family
 from tangram.placement.blocks import canonical_shapes
+
+LORA_NAME = re.compile(r".+\.lora_[AB]\.default\.weight")
 
 
 @dataclass
@@ -146,18 +150,19 @@ def inspect(path: str | Path, hf_dir: str | Path | None = None) -> Inspection:
     return found
 
 
-def run_inspect(options: InspectOptions, family: str | None = None) -> Inspection:
+def run_inspect(options: InspectOptions, families: tuple[str, ...] = ()) -> Inspection:
     """``inspect`` as the command line asks for it.
 
     Args:
-        family: that the converter is for; another one in the directory is a problem.
+        families: that the converter is for, empty: any; another one in the directory is a problem.
 
     Raises:
         TangramError: as ``inspect``.
     """
     found = inspect(options.path, options.hf_config.hf_dir if options.hf_config else None)
-    if family is not None and found.family not in (None, family):
-        found.problems.append(f"{found.path}: a {found.family} model but the converter is for {family}; use the {found.family} converter")
+    if found.family is not None:
+        with found.noting():
+            check_family(get_family(found.family), families, found.path)
     return found
 
 
@@ -208,19 +213,29 @@ def _describe_ranks(found: Inspection, path: Path, hf_dir: str | Path | None) ->
         folder = MMDirectory(path).folder
     _describe_rank_files(found, folder)
     with found.noting():
-        split = find_split(folder) if manifest is None else None
-        found.split = {
-            "tensor_parallel": split.tensor if split else manifest.tensor_parallel if manifest else None,
-            "pipeline_parallel": split.pipeline if split else manifest.pipeline_parallel if manifest else None,
-            "virtual_pipeline": len(split.llm_pp_layers) if split else manifest.virtual_pipeline if manifest else None,
-            "vit_pp_layers": split.vit_pp_layers if split else manifest.vit_pp_layers if manifest else None,
-            "llm_pp_layers": split.llm_pp_layers if split else manifest.llm_pp_layers if manifest else None,
-        }
+        found.split = _split(manifest, folder)
     if config is None:
         found.facts["not checked"] = "names and shapes, since neither a manifest nor --hf tells the model"
-    elif not found.problems:
+    elif not found.problems and not found.format.startswith("LoRA"):
         with found.noting():
             open_checkpoint(path, config=config)
+
+
+def _split(manifest: Manifest | None, folder: Path) -> dict[str, Any]:
+    """As the manifest says, else as the files tell it."""
+    told = manifest or find_split(folder)
+    tensor, expert = (manifest.tensor_parallel, manifest.expert_parallel) if manifest else (told.tensor, told.expert)  # type: ignore[union-attr]
+    split: dict[str, Any] = {
+        "tensor_parallel": tensor,
+        "pipeline_parallel": len(told.llm_pp_layers[0]),
+        "virtual_pipeline": len(told.llm_pp_layers),
+        "expert_parallel": expert,
+        "vit_pp_layers": told.vit_pp_layers,
+        "llm_pp_layers": told.llm_pp_layers,
+    }
+    if manifest is not None and manifest.vision_tensor_parallel:
+        split["vision_tensor_parallel"] = manifest.vision_tensor_parallel
+    return split | {"canonical_form": told.canonical_form, "vit_only": told.vit_only}
 
 
 def _describe_rank_files(found: Inspection, folder: Path) -> None:
@@ -228,7 +243,8 @@ def _describe_rank_files(found: Inspection, folder: Path) -> None:
     found.add_files(files)
     found.step = int(folder.name.removeprefix("iter_")) if folder.name != "release" else None
     found.optimizer = any(file.name == "distrib_optim.pt" for file in files)
-    elements = 0
+    elements = others = 0
+    pairs: dict[str, tuple[int, ...]] = {}
     for entry in sorted(folder.glob("mp_rank_*")):
         if not RANK_FOLDER.fullmatch(entry.name):
             continue
@@ -239,8 +255,15 @@ def _describe_rank_files(found: Inspection, folder: Path) -> None:
                 tensors = {name: value for name, value in chunk.items() if isinstance(value, torch.Tensor)}
                 found.add_tensors({name: TensorInfo(tuple(value.shape), value.dtype) for name, value in tensors.items()})
                 elements += sum(value.numel() for value in tensors.values())
+                pairs |= {name: tuple(value.shape) for name, value in tensors.items() if LORA_NAME.fullmatch(name)}
+                others += sum(not LORA_NAME.fullmatch(name) for name in tensors)
     if found.family is None:
         found.parameters = elements
+    if pairs and not others:
+        found.format = "LoRA adapter, mp_rank directory without adapter_config.json"
+        ranks = {shape[0] for name, shape in pairs.items() if ".lora_A." in name}
+        targets = {name.split(".lora_")[0].rpartition(".")[2] for name in pairs}
+        found.facts |= {"rank": ", ".join(map(str, sorted(ranks))), "alpha": "unknown", "targets": ", ".join(sorted(targets))}
 
 
 def _describe_training(found: Inspection, path: Path, hf_dir: str | Path | None) -> None:

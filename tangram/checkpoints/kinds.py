@@ -13,6 +13,9 @@ HF_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """Of PEFT; it makes a directory an adapter, whether its weights lie in a safetensors file or in ``mp_rank`` folders."""
 
+TRAINING_FILES = (".metadata", "manifest.json")
+"""Of a training checkpoint; one of the two may be lost, and reading then says so."""
+
 ADAPTER_MANIFEST = "tangram_adapter.json"
 """Ours, in an ``mp_rank`` directory of an adapter."""
 
@@ -37,7 +40,7 @@ def kind_of_weights(path: str | Path, option: str = "") -> WeightKind:
         return "Hugging Face directory"
     if has_rank_folders(path):
         return "mp_rank directory"
-    if (path / ".metadata").is_file() or any(path.glob("iter_*/.metadata")):
+    if any((path / name).is_file() or any(path.glob(f"iter_*/{name}")) for name in TRAINING_FILES):
         return "training checkpoint"
     found = sorted(entry.name for entry in path.iterdir())[:5]
     raise CheckpointError(

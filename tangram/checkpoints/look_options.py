@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tangram.checkpoints.options import HFOptions, ParallelOptions
 from tangram.config.parsing import Section
+from tangram.errors import ConfigError
 
 
 class VerifyOptions(Section):
@@ -23,7 +22,6 @@ class VerifyOptions(Section):
         default=None, ge=0, description="elements whose difference is at most this times the larger magnitude are equal; absent: bits must be equal"
     )
     ignore_dtype: bool = Field(default=False, description="compare values of different element types, converted exactly")
-    json_output: bool = Field(default=False, description="print JSON")
 
 
 class InspectOptions(Section):
@@ -32,14 +30,35 @@ class InspectOptions(Section):
     dir: str | None = Field(default=None, description="directory to describe")
     mm_dir: str | None = Field(default=None, description="another name of dir")
     hf_config: HFOptions | None = Field(default=None, description="where config.json lies when the directory holds none")
-    json_output: bool = Field(default=False, description="print JSON")
-
-    @model_validator(mode="after")
-    def _one_directory(self) -> Self:
-        if (self.dir is None) == (self.mm_dir is None):
-            raise ValueError("give one of dir and mm_dir")
-        return self
 
     @property
     def path(self) -> str:
-        return self.dir or self.mm_dir or ""
+        """The directory.
+
+        Raises:
+            ConfigError: neither of the two names is given, or both.
+        """
+        if self.dir and not self.mm_dir:
+            return self.dir
+        if self.mm_dir and not self.dir:
+            return self.mm_dir
+        raise ConfigError(f"--cfg.dir is {self.dir}, --cfg.mm_dir is {self.mm_dir}; give one of them")
+
+
+class LookOptions(Section):
+    """What verify and inspect take besides their own options."""
+
+    json_: bool = Field(default=False, description="print JSON")
+    plugin: list[str] = Field(default=[], description="Python file or folder to import first; may be repeated")
+
+
+class Verify(LookOptions):
+    """verify."""
+
+    cfg: VerifyOptions
+
+
+class Inspect(LookOptions):
+    """inspect."""
+
+    cfg: InspectOptions = InspectOptions()

@@ -4,72 +4,70 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from tangram.checkpoints.conversion import Conversion, check_family, open_hf, topology_of
+from tangram.checkpoints.convert import hf_conversion
 from tangram.checkpoints.copier import show
-from tangram.checkpoints.export import export_hf
-from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.derived_readers import CastReader, lossy_cast
+from tangram.checkpoints.engine import peak_memory, write_files
+from tangram.checkpoints.export import plan_file
 from tangram.checkpoints.kinds import ADAPTER_CONFIG, ADAPTER_MANIFEST
 from tangram.checkpoints.lora_adapter import WEIGHTS, Adapter, adapter_manifest_text, open_adapter
 from tangram.checkpoints.lora_options import LoraMergeOptions, LoraToHFOptions, LoraToMMOptions
-from tangram.checkpoints.mp_rank import TRACKER, write_ranks
-from tangram.checkpoints.open import split_topology
-from tangram.checkpoints.publish import new_directory, require_new
-from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, read_whole
+from tangram.checkpoints.mp_rank import TRACKER, plan_ranks, write_ranks
+from tangram.checkpoints.publish import require_new
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, identity_of
+from tangram.checkpoints.resume import resumable_directory
+from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.errors import CheckpointError, ConfigError
 from tangram.placement.proof import prove_table
 from tangram.placement.table import Shape, padded_vocabulary
 
 
-@dataclass(frozen=True)
-class LoraReport:
-    """What was written where."""
+def prepare_lora_to_mm(options: LoraToMMOptions, families: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Conversion:
+    """From a PEFT directory to the ``mp_rank`` directory of an adapter at a split.
 
-    out: Path
-    modules: int
-    """Adapted linears."""
-    bytes: int
-    """Of tensors in the output."""
-    ranks: int | None = None
-    """Model-parallel ranks of an ``mp_rank`` directory."""
-
-    def __str__(self) -> str:
-        ranks = f", {self.ranks} model-parallel rank(s)" if self.ranks is not None else ""
-        return f"{self.out}: {self.modules} adapted modules{ranks}, {self.bytes} bytes"
-
-
-def run_lora_to_mm(options: LoraToMMOptions, family: str) -> LoraReport:
-    """Write the ``mp_rank`` directory of an adapter.
+    Args:
+        families: that the base may be of; empty: any.
+        dtype: cast to it; None: every tensor keeps its own.
 
     Raises:
-        TangramError: as ``open_adapter``; another family; a split that does not fit; an output with content. Nothing is published then.
+        TangramError: as ``open_adapter``; another family; a split that does not fit; an output with content.
     """
     out, split = Path(options.mm_dir), options.parallel_config
     require_new(out)
     adapter = open_adapter(options.hf_config.hf_dir, base_dir=options.base_hf_dir)
-    _check_family(adapter, family)
+    check_family(adapter.family, families, f"{adapter.path}: its base")
     model = adapter.family.from_hf_config(adapter.base_config)
-    topology = split_topology(split, model)
-    padded = padded_vocabulary(model.text_decoder.vocab_size, topology.tensor, split.make_vocab_size_divisible_by)
+    topology = topology_of(model, split)
+    padded = padded_vocabulary(model.text_decoder.vocab_size, topology.tensor, split.make_vocab_size_divisible_by or 1)
     table = adapter.table(padded)
     prove_table(table, topology)
-    with new_directory(out) as temporary:
-        written = write_ranks(temporary / "release", table, topology, adapter.reader)
-        shutil.copyfile(adapter.config.path, temporary / ADAPTER_CONFIG)
-        (temporary / ADAPTER_MANIFEST).write_text(adapter_manifest_text(adapter, topology, padded), encoding="utf-8")
-        (temporary / TRACKER).write_text("release")
-    return LoraReport(out, len(adapter.ranks), written, topology.model_parallel_size)
+    source = _cast(adapter.reader, dtype)
+
+    def execute(settings: WriteSettings) -> int:
+        with resumable_directory(out) as journal:
+            written = write_ranks(journal.folder / "release", table, topology, source, settings, journal)
+            shutil.copyfile(adapter.config.path, journal.folder / ADAPTER_CONFIG)
+            (journal.folder / ADAPTER_MANIFEST).write_text(adapter_manifest_text(adapter, topology, padded), encoding="utf-8")
+            (journal.folder / TRACKER).write_text("release")
+        return written
+
+    def plan(settings: WriteSettings) -> WritePlan:
+        return plan_ranks(table, topology, source, settings)
+
+    ranks = topology.model_parallel_size * topology.expert
+    return Conversion(out, source, plan, execute, tied=False, ranks=ranks, note=lossy_cast(adapter.reader, dtype))
 
 
-def run_lora_to_hf(options: LoraToHFOptions, family: str) -> LoraReport:
-    """Write the PEFT directory of an adapter; ``adapter_config.json`` stays as it was.
+def prepare_lora_to_hf(options: LoraToHFOptions, families: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Conversion:
+    """From the ``mp_rank`` directory of an adapter to a PEFT directory; ``adapter_config.json`` stays as it was.
 
     Raises:
-        TangramError: as ``run_lora_to_mm``.
+        TangramError: as ``prepare_lora_to_mm``.
     """
     out, mm_dir = Path(options.save_hf_dir), Path(options.mm_dir)
     require_new(out)
@@ -81,34 +79,44 @@ def run_lora_to_hf(options: LoraToHFOptions, family: str) -> LoraReport:
     adapter = open_adapter(
         mm_dir, base_dir=options.base_hf_dir, split=options.parallel_config, config_dir=config_dir, key_layout=options.key_layout
     )
-    _check_family(adapter, family)
-    names = {adapter.key(name): name for name in adapter.reader.names()}
-    tensors = {key: read_whole(adapter.reader, name).contiguous() for key, name in names.items()}
-    with new_directory(out) as temporary:
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        shutil.copyfile(adapter.config.path, temporary / ADAPTER_CONFIG)
-    return LoraReport(out, len(adapter.ranks), sum(tensor.nbytes for tensor in tensors.values()))
+    check_family(adapter.family, families, f"{adapter.path}: its base")
+    source = _cast(adapter.reader, dtype)
+    file = plan_file(WEIGHTS, {adapter.key(name): (name, info) for name, info in source.names().items()}, source)
+
+    def execute(settings: WriteSettings) -> int:
+        with resumable_directory(out) as journal:
+            shutil.copyfile(adapter.config.path, journal.folder / ADAPTER_CONFIG)
+            return write_files(journal.folder, [file], identity_of(source), settings, journal)
+
+    def plan(settings: WriteSettings) -> WritePlan:
+        return WritePlan(((file.path, file.size),), peak_memory(settings))
+
+    assert adapter.topology is not None, "an mp_rank directory has a split"
+    ranks = adapter.topology.model_parallel_size * adapter.topology.expert
+    return Conversion(out, source, plan, execute, tied=False, ranks=ranks, note=lossy_cast(adapter.reader, dtype))
 
 
-def run_lora_merge(options: LoraMergeOptions, family: str) -> LoraReport:
-    """Write the base with the adapter added to its weights, in the base's files and element types.
+def prepare_lora_merge(
+    options: LoraMergeOptions, families: tuple[str, ...] = (), dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
+) -> Conversion:
+    """The base with the adapter added to its weights, in the base's element types and, unless ``max_shard_bytes`` is given, its files.
 
     Raises:
-        TangramError: as ``run_lora_to_mm``; a base that is incomplete or holds no plain floating-point weights; an adapter that cannot be merged.
+        TangramError: as ``prepare_lora_to_mm``; a base that is incomplete or holds no plain floating-point weights; an adapter that cannot be
+            merged.
     """
     out = Path(options.save_hf_dir)
     require_new(out)
-    base = HFDirectory(options.hf_config.hf_dir)
+    base = open_hf(options.hf_config.hf_dir, families)
     base.check_model()
     adapter = open_adapter(options.lora_dir, base_dir=base.path, split=options.parallel_config)
-    _check_family(adapter, family)
-    source = MergedReader(base, adapter)
-    written = export_hf(source, out, base.family, files_from=base.path, hf_config=base.config, shards=base.shards)
-    return LoraReport(out, len(adapter.ranks), written)
+    shards = base.shards if max_shard_bytes is None else None
+    tied = base.embedding is not None
+    return hf_conversion(out, base.family, MergedReader(base, adapter), base.config, base.path, shards, max_shard_bytes, dtype, tied=tied)
 
 
 class MergedReader:
-    """``base`` with ``W + scale * B A`` for every adapted weight, computed in fp32 and rounded once to the base's type.
+    """``base`` with ``W + scale * B A`` for every adapted weight, computed in fp32 or wider and rounded once to the base's type.
 
     Raises:
         CheckpointError: the adapter changed its base when it was started, or an adapted weight is stored in less than 16 bits.
@@ -122,6 +130,12 @@ class MergedReader:
             dtype = base.names()[name].dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise CheckpointError(f"{name}: the base holds it as {show(dtype)}, which cannot take an adapter; merge into 16- or 32-bit weights")
+
+    @property
+    def identity(self) -> str | None:
+        """See ``identity_of``."""
+        parts = [identity_of(self._base), identity_of(self._adapter.reader)]
+        return None if None in parts else f"{parts} {sorted(self._adapter.config.raw.items(), key=str)}"
 
     def names(self) -> Mapping[str, TensorInfo]:
         return self._base.names()
@@ -140,7 +154,5 @@ class MergedReader:
         return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=self._adapter.scale(module)).to(weight.dtype)
 
 
-def _check_family(adapter: Adapter, family: str) -> None:
-    if adapter.family.name != family:
-        name = adapter.family.name
-        raise ConfigError(f"{adapter.path}: its base is a {name} model but the converter is for {family}; use the {name} converter")
+def _cast(source: CanonicalReader, dtype: torch.dtype | None) -> CanonicalReader:
+    return source if dtype is None else CastReader(source, dtype)

@@ -17,19 +17,20 @@ from typing import Any, Literal
 import torch
 
 import tangram
+from tangram.checkpoints.conversion import topology_of, whole
 from tangram.checkpoints.find_split import chunks_of
 from tangram.checkpoints.kinds import ADAPTER_MANIFEST, has_rank_folders
 from tangram.checkpoints.lora_config import AdapterConfig, read_adapter_config
 from tangram.checkpoints.lora_table import PARTS, Linear, linears, local_modules, lora_table
 from tangram.checkpoints.mp_rank import MMDirectory, Rank
-from tangram.checkpoints.open import split_topology, whole
 from tangram.checkpoints.options import ParallelOptions
 from tangram.checkpoints.rank_file import load_rank_file
-from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle
+from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, files_identity
 from tangram.checkpoints.safetensors_io import SafetensorsFile
 from tangram.config.parsing import Section, parse_section, read_mapping
 from tangram.errors import CheckpointError, ConfigError, name_some
 from tangram.families.base import Family, get_family
+from tangram.placement.canonical_form import PackedThirds
 from tangram.placement.proof import prove_table
 from tangram.placement.table import Rule, Shape, padded_vocabulary
 from tangram.placement.topology import Topology
@@ -49,6 +50,7 @@ class AdapterManifest(Section):
     family: str
     tensor_parallel: int
     vision_tensor_parallel: int
+    expert_parallel: int
     vit_pp_layers: list[list[int]]
     llm_pp_layers: list[list[int]]
     padded_vocab: int
@@ -68,6 +70,7 @@ class AdapterManifest(Section):
             tensor=self.tensor_parallel,
             vision=tuple(map(tuple, self.vit_pp_layers)),
             text=tuple(map(tuple, self.llm_pp_layers)),
+            expert=self.expert_parallel,
             vision_tensor=self.vision_tensor_parallel,
         )
 
@@ -181,6 +184,11 @@ class PeftFile:
         self.layout: KeyLayout = "hub" if hub else "state_dict"
         self._infos = {name: self._file.infos[key] for name, key in self._keys.items()}
 
+    @property
+    def identity(self) -> str:
+        """See ``identity_of``."""
+        return files_identity([self._file.path])
+
     def names(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
@@ -231,10 +239,15 @@ def open_adapter(
     else:
         mm = MMDirectory(path)
         split = split or ParallelOptions()
-        topology = manifest.topology if manifest is not None else split_topology(split, model)
-        padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by)
+        topology = manifest.topology if manifest is not None else topology_of(model, split)
+        padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by or 1)
         ranks = _ranks_of_files(mm, topology, known)
         rules = lora_table(linears(family.tensor_table(model, padded), whole(model)), ranks, str(path))
+        if manifest is None and topology.tensor_of("vision") > 1 and any(isinstance(rule.layout, PackedThirds) for rule in rules):
+            raise CheckpointError(
+                f"{path}: has no {ADAPTER_MANIFEST}, and nothing in the files tells how the rows of the vision encoder's linear_qkv were split at "
+                f"tensor-parallel size {topology.tensor_of('vision')}; only size 1 can be read"
+            )
         reader = mm.canonical(rules, topology, prove_table(rules, topology))
         layout = key_layout or (manifest.key_layout if manifest is not None else "state_dict")
         adapter = Adapter(path, config, reader, family, base, known, ranks, layout, topology)
@@ -299,6 +312,7 @@ def adapter_manifest_text(adapter: Adapter, topology: Topology, padded_vocab: in
         family=adapter.family.name,
         tensor_parallel=topology.tensor,
         vision_tensor_parallel=topology.tensor_of("vision"),
+        expert_parallel=topology.expert,
         vit_pp_layers=[list(row) for row in topology.vision],
         llm_pp_layers=[list(row) for row in topology.text],
         padded_vocab=padded_vocab,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tangram.checkpoints.options import ParallelOptions
+from tangram.checkpoints.options import CommandOptions, ParallelOptions, ShardOptions
 from tangram.config.parsing import Section
 
 BASE = "Hugging Face directory of the base, of which config.json alone is read; absent: "
@@ -53,3 +53,21 @@ class LoraMergeOptions(Section):
     hf_config: BaseOptions
     save_hf_dir: str = Field(description="Hugging Face directory to write")
     parallel_config: ParallelOptions = Field(default=ParallelOptions(), description="split of an mp_rank adapter without a manifest")
+
+
+class LoraToMM(CommandOptions):
+    """lora_hf_to_mm."""
+
+    cfg: LoraToMMOptions
+
+
+class LoraToHF(CommandOptions):
+    """lora_mm_to_hf."""
+
+    cfg: LoraToHFOptions
+
+
+class LoraMerge(ShardOptions):
+    """lora_merge."""
+
+    cfg: LoraMergeOptions

@@ -31,6 +31,13 @@ class Manifest(Section):
     virtual_pipeline: int
     vit_pp_layers: list[list[int]]
     llm_pp_layers: list[list[int]]
+    expert_parallel: int = 1
+    vision_tensor_parallel: int = 0
+    """Of the vision encoder and the projector; 0: ``tensor_parallel``."""
+    canonical_form: bool = False
+    """Parameters are not fused; see ``tangram.placement.canonical_form``."""
+    vit_only: bool = False
+    """The vision encoder and the projector are there alone."""
     tied: bool
     """The head is the embedding."""
     vocab_size: int
@@ -51,13 +58,29 @@ class Manifest(Section):
         Raises:
             ConfigError: the lists are not those of a split.
         """
-        return Topology(tensor=self.tensor_parallel, vision=tuple(map(tuple, self.vit_pp_layers)), text=tuple(map(tuple, self.llm_pp_layers)))
+        return Topology(
+            tensor=self.tensor_parallel,
+            vision=tuple(map(tuple, self.vit_pp_layers)),
+            text=tuple(map(tuple, self.llm_pp_layers)),
+            expert=self.expert_parallel,
+            vision_tensor=self.vision_tensor_parallel or None,
+        )
 
 
 def make_manifest(
-    *, family: str, topology: Topology, model: ModelConfig, padded_vocab: int, dtypes: Iterable[torch.dtype], hf_config: dict[str, Any], source: str
+    *,
+    family: str,
+    topology: Topology,
+    model: ModelConfig,
+    padded_vocab: int,
+    dtypes: Iterable[torch.dtype],
+    hf_config: dict[str, Any],
+    source: str,
+    canonical_form: bool = False,
+    vit_only: bool = False,
 ) -> Manifest:
     """Describe a conversion."""
+    vision_tensor = topology.tensor_of("vision")
     return Manifest(
         family=family,
         tensor_parallel=topology.tensor,
@@ -65,6 +88,10 @@ def make_manifest(
         virtual_pipeline=topology.virtual,
         vit_pp_layers=[list(row) for row in topology.vision],
         llm_pp_layers=[list(row) for row in topology.text],
+        expert_parallel=topology.expert,
+        vision_tensor_parallel=0 if vision_tensor == topology.tensor else vision_tensor,
+        canonical_form=canonical_form,
+        vit_only=vit_only,
         tied=not model.text_decoder.untie_embeddings_and_output_weights,
         vocab_size=model.text_decoder.vocab_size,
         padded_vocab=padded_vocab,
@@ -93,11 +120,67 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise CheckpointError(f"{error}; convert again") from None
 
 
+Difference = tuple[str, object, object]
+"""What differs, its value in the manifest, and the other."""
+
+
+def differences(
+    manifest: Manifest,
+    topology: Topology,
+    model: ModelConfig,
+    padded_vocab: int | None = None,
+    *,
+    canonical_form: bool = False,
+    vit_only: bool = False,
+) -> list[Difference]:
+    """Where a manifest and a split of a model disagree; the keys are those of ``_RUN_PLACES``.
+
+    Args:
+        padded_vocab: None: not compared.
+    """
+    text = model.text_decoder
+    compared: list[Difference] = [
+        ("family", manifest.family, get_family(model.model_id).name),
+        ("tp_size", manifest.tensor_parallel, topology.tensor),
+        ("vit_tp_size", manifest.vision_tensor_parallel or manifest.tensor_parallel, topology.tensor_of("vision")),
+        ("ep_size", manifest.expert_parallel, topology.expert),
+        ("pipeline size", manifest.pipeline_parallel, topology.pipeline),
+        ("virtual stages", manifest.virtual_pipeline, topology.virtual),
+        ("vit_pp_layers", manifest.vit_pp_layers, [list(row) for row in topology.vision]),
+        ("llm_pp_layers", manifest.llm_pp_layers, [list(row) for row in topology.text]),
+        ("enable_canonical_hf_struct", manifest.canonical_form, canonical_form),
+        ("save_vit_only", manifest.vit_only, vit_only),
+        ("tied embeddings", manifest.tied, not text.untie_embeddings_and_output_weights),
+        ("vocab_size", manifest.vocab_size, text.vocab_size),
+        ("padded vocabulary", manifest.padded_vocab, padded_vocab or manifest.padded_vocab),
+    ]
+    return [(what, ours, theirs) for what, ours, theirs in compared if ours != theirs]
+
+
+_LISTS = "pipeline_num_layers of model.json or the run config's"
+_RUN_PLACES = {
+    "family": "model_id of model.json",
+    "tp_size": "the launch flag --tensor-model-parallel-size",
+    "vit_tp_size": "the launch flag --tensor-model-parallel-size, which the vision encoder shares",
+    "ep_size": "the launch flag --expert-model-parallel-size",
+    "pipeline size": "the launch flag --pipeline-model-parallel-size with its layer lists",
+    "virtual stages": f"the rows of {_LISTS} layer lists",
+    "vit_pp_layers": f"{_LISTS} vit_pp_layers",
+    "llm_pp_layers": f"{_LISTS} llm_pp_layers",
+    "enable_canonical_hf_struct": "training, which holds fused parameters",
+    "save_vit_only": "training, which holds the whole model",
+    "tied embeddings": "untie_embeddings_and_output_weights of model.json",
+    "vocab_size": "vocab_size of model.json",
+    "padded vocabulary": "the launch flag --make-vocab-size-divisible-by",
+}
+"""Where a run sets what is compared."""
+
+
 def check_manifest(manifest: Manifest, topology: Topology, model: ModelConfig, where: str = MANIFEST, padded_vocab: int | None = None) -> None:
     """Check that a directory was converted for this run.
 
     Three places describe a split: the converter's manifest, the layer lists of model.json or the run config, and the sizes among the
-    launch flags. They must agree.
+    launch flags. They must agree. Training loads the fused form of the whole model.
 
     Args:
         where: the directory, for the message.
@@ -106,20 +189,10 @@ def check_manifest(manifest: Manifest, topology: Topology, model: ModelConfig, w
     Raises:
         CheckpointError: one line that names each difference, the place it is set in, both values and the mend.
     """
-    text = model.text_decoder
-    lists = "pipeline_num_layers of model.json or the run config's"
-    compared = [
-        ("family", manifest.family, "model_id of model.json", get_family(model.model_id).name),
-        ("tp_size", manifest.tensor_parallel, "the launch flag --tensor-model-parallel-size", topology.tensor),
-        ("pipeline size", manifest.pipeline_parallel, "the launch flag --pipeline-model-parallel-size with its layer lists", topology.pipeline),
-        ("virtual stages", manifest.virtual_pipeline, f"the rows of {lists} layer lists", topology.virtual),
-        ("vit_pp_layers", manifest.vit_pp_layers, f"{lists} vit_pp_layers", [list(row) for row in topology.vision]),
-        ("llm_pp_layers", manifest.llm_pp_layers, f"{lists} llm_pp_layers", [list(row) for row in topology.text]),
-        ("tied embeddings", manifest.tied, "untie_embeddings_and_output_weights of model.json", not text.untie_embeddings_and_output_weights),
-        ("vocab_size", manifest.vocab_size, "vocab_size of model.json", text.vocab_size),
-        ("padded vocabulary", manifest.padded_vocab, "the launch flag --make-vocab-size-divisible-by", padded_vocab or manifest.padded_vocab),
+    found = [
+        f"{what} is {ours} in the converter manifest but {theirs} by {_RUN_PLACES[what]}"
+        for what, ours, theirs in differences(manifest, topology, model, padded_vocab)
     ]
-    found = [f"{what} is {ours} in the converter manifest but {theirs} by {place}" for what, ours, place, theirs in compared if ours != theirs]
     if found:
         raise CheckpointError(
             f"{where}: converted for another run: {'; '.join(found)}; convert again for this split, or correct the run to the manifest's values"

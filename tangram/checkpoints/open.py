@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tangram.checkpoints.conversion import ModelSplit, open_mm, refuse_unknown_order
 from tangram.checkpoints.copier import show
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.find_split import find_split
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.kinds import WeightKind, kind_of_weights
 from tangram.checkpoints.mp_rank import MMDirectory
-from tangram.checkpoints.options import ParallelOptions
+from tangram.checkpoints.options import FormOptions, ParallelOptions
 from tangram.checkpoints.reader import CanonicalReader
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
 from tangram.errors import CheckpointError
 from tangram.families.base import Family, get_family
-from tangram.placement.proof import prove_table
-from tangram.placement.table import padded_vocabulary
 from tangram.placement.topology import Topology
 
 
@@ -110,11 +109,9 @@ def _open_ranks(path: Path, split: ParallelOptions | None, given: Mapping[str, A
     mm = MMDirectory(path)
     facts: dict[str, Any] = {}
     config: Mapping[str, Any]
-    if mm.folder.name != "release":
-        facts["step"] = int(mm.folder.name.removeprefix("iter_"))
     if mm.manifest is not None:
-        config, family = mm.manifest.hf_config, get_family(mm.manifest.family)
-        model, topology, padded = family.from_hf_config(config), mm.manifest.topology, mm.manifest.padded_vocab
+        opened = open_mm(str(path), (), split or ParallelOptions(), FormOptions(), None)
+        parts, config = opened.split, opened.hf_config
         facts |= {"source": mm.manifest.source, "package_version": mm.manifest.package_version}
     else:
         if given is None:
@@ -122,41 +119,25 @@ def _open_ranks(path: Path, split: ParallelOptions | None, given: Mapping[str, A
                 f"{path}: has no manifest and no config.json, and its files do not name their model; give the Hugging Face directory of the "
                 f"model as hf_dir (its folders look like {find_split(mm.folder)})"
             )
-        config, family = given, get_family(str(given.get("model_type")))
-        model = family.from_hf_config(config)
-        topology, padded = _given_split(mm, split, model)
-    table = family.tensor_table(model, padded)
-    reader = mm.canonical(table, topology, prove_table(table, topology))
-    return OpenCheckpoint(path, "mp_rank directory", reader, family, config, model, topology, facts)
+        config = given
+        parts = _found_split(mm, split, config)
+    reader = mm.canonical(parts.table, parts.topology, parts.shapes)
+    return OpenCheckpoint(path, "mp_rank directory", reader, parts.family, config, parts.model, parts.topology, facts)
 
 
-def _given_split(mm: MMDirectory, split: ParallelOptions | None, model: ModelConfig) -> tuple[Topology, int]:
-    """Topology and padded vocabulary of a directory without a manifest."""
-    vocab = model.text_decoder.vocab_size
-    if split is not None:
-        topology = split_topology(split, model)
-        return topology, padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by)
+def _found_split(mm: MMDirectory, split: ParallelOptions | None, config: Mapping[str, Any]) -> ModelSplit:
+    """The split of a directory without a manifest: as given, else as its files tell it; they tell its form too."""
+    family = get_family(str(config.get("model_type")))
+    model = family.from_hf_config(config)
     found = find_split(mm.folder)
-    told = ParallelOptions(tp_size=found.tensor, vit_pp_layers=found.vit_pp_layers, llm_pp_layers=found.llm_pp_layers)
-    return split_topology(told, model), found.padded_vocab or vocab
-
-
-def split_topology(split: ParallelOptions, model: ModelConfig) -> Topology:
-    """The topology that options describe.
-
-    Raises:
-        ConfigError: the lists do not fit the model.
-    """
-    encoder = model.image_encoder
-    return Topology.build(
-        vision_layers=encoder.vision_encoder.num_layers if encoder else 0,
-        text_layers=model.text_decoder.num_layers,
-        tensor=split.tp_size or 1,
-        vit_pp_layers=split.vit_pp_layers,
-        llm_pp_layers=split.llm_pp_layers,
+    parts = ModelSplit.build(
+        family,
+        model,
+        split or found.options(model.text_decoder.num_layers),
+        canonical_form=found.canonical_form,
+        vit_only=found.vit_only,
     )
-
-
-def whole(model: ModelConfig) -> Topology:
-    """The split that is none."""
-    return split_topology(ParallelOptions(), model)
+    if split is None and found.padded_vocab is not None:
+        parts = replace(parts, padded_vocab=found.padded_vocab)
+    refuse_unknown_order(parts, str(mm.path))
+    return parts

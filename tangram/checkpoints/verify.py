@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 from tangram.checkpoints.compare import SLAB, TensorComparison, compare_tensors, exact_type
+from tangram.checkpoints.conversion import check_family
 from tangram.checkpoints.copier import show
 from tangram.checkpoints.dcp_manifest import find_checkpoint, read_manifest
 from tangram.checkpoints.hf_directory import TIED_HEAD
@@ -21,7 +22,7 @@ from tangram.checkpoints.manifest import MANIFEST
 from tangram.checkpoints.open import OpenCheckpoint, open_checkpoint
 from tangram.checkpoints.options import ParallelOptions
 from tangram.checkpoints.reader import count_elements
-from tangram.errors import CheckpointError, name_some
+from tangram.errors import name_some
 
 TRAINING_SLAB = 32 * SLAB
 """A part of a training checkpoint's file is read whole for each slab of it, so slabs are larger there."""
@@ -109,7 +110,7 @@ def verify(
         workers: tensors compared at the same time.
         tolerance: as ``compare_tensors``.
         ignore_dtype: compare values of different types after an exact conversion.
-        progress: called with elements compared so far and in all.
+        progress: called with bytes compared so far and in all, those of the first; from any thread.
 
     Raises:
         CheckpointError: a checkpoint turns out to be damaged when read.
@@ -127,6 +128,7 @@ def verify(
         else:
             compared.append((name, a, b))
     total = sum(count_elements(infos[0][a].shape) for _, a, _ in compared)
+    size = sum(infos[0][a].nbytes for _, a, _ in compared)
     limit = TRAINING_SLAB if "training checkpoint" in (first.kind, second.kind) else SLAB
     done, lock = 0, Lock()
 
@@ -135,9 +137,9 @@ def verify(
         name, a, b = pair
         found = compare_tensors(name, infos[0][a].shape, (first.reader, a), (second.reader, b), tolerance=tolerance, limit=limit)
         with lock:
-            done += found.elements
+            done += infos[0][a].nbytes
             if progress is not None:
-                progress(done, total)
+                progress(done, size)
         return found
 
     pool = ThreadPoolExecutor(workers)
@@ -185,13 +187,13 @@ def _plain(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not isfinite(value) else value
 
 
-def run_verify(options: VerifyOptions, family: str | None = None, progress: Callable[[int, int], None] | None = None) -> Verdict:
+def run_verify(options: VerifyOptions, families: tuple[str, ...] = (), progress: Callable[[int, int], None] | None = None) -> Verdict:
     """``verify`` as the command line asks for it.
 
     A checkpoint without a config of its own takes that of ``hf_config``, else the other's.
 
     Args:
-        family: that the converter is for.
+        families: that the converter is for; empty: any.
 
     Raises:
         TangramError: as ``open_checkpoint`` and ``verify``, or a checkpoint of another family.
@@ -200,8 +202,7 @@ def run_verify(options: VerifyOptions, family: str | None = None, progress: Call
     sides = [(options.source_dir, options.source_parallel_config), (options.target_dir, options.target_parallel_config)]
     first, second = open_two(sides[0], sides[1], hf_dir)
     for side in (first, second):
-        if family is not None and side.family.name != family:
-            raise CheckpointError(f"{side.path}: a {side.family.name} model but the converter is for {family}; use the {side.family.name} converter")
+        check_family(side.family, families, str(side.path))
     return verify(
         first, second, workers=options.workers, tolerance=options.tolerance, ignore_dtype=options.ignore_dtype, progress=progress
     )

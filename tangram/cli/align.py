@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if args.rows < 0:
+        raise ConfigError(f"--rows {args.rows} must be at least 0")
+    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
+        raise ConfigError(f"--tolerance {args.tolerance} must be a number from 0 up")
+    if not 0 < args.lr < math.inf:
+        raise ConfigError(f"--lr {args.lr} must be a number above 0")
     if args.steps is None:
         return _compare_batch(args, split)
     if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32":

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tangram.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from tangram.checkpoints.look_options import InspectOptions
 
 HELP = "describe a checkpoint directory, also an incomplete one"
 EPILOG = """\
@@ -18,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help="directory to describe")
     parser.add_argument("--hf", metavar="DIR", help="directory with the config.json of a checkpoint that holds none")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plugin", action="append", default=[], metavar="PATH", help="Python file or folder to import first; may be repeated")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -27,8 +32,23 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the description; 0 where nothing is wrong, else 1."""
-    from tangram.checkpoints.inspect import inspect, inspection_text
+    from tangram.checkpoints.look_options import InspectOptions
+    from tangram.config.parsing import parse_section
+    from tangram.families.plugins import load_plugins
 
-    found = inspect(args.dir, args.hf)
-    print(inspection_text(found, args.json))
+    load_plugins(args.plugin)
+    raw = {"dir": args.dir, "hf_config": {"hf_dir": args.hf} if args.hf else None}
+    return show_inspection(parse_section(InspectOptions, raw, "inspect"), (), args.json)
+
+
+def show_inspection(options: InspectOptions, families: tuple[str, ...], as_json: bool) -> int:
+    """Describe, print, and return the exit status.
+
+    Args:
+        families: that the directory may be of; empty: any.
+    """
+    from tangram.checkpoints.inspect import inspection_text, run_inspect
+
+    found = run_inspect(options, families)
+    print(inspection_text(found, as_json))
     return found.exit_code

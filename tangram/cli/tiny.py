@@ -27,11 +27,12 @@ SIZES = (
     ("experts-per-token", "experts that a token goes to, qwen3_vl_moe (2)"),
     ("expert-ffn", "width of an expert, qwen3_vl_moe (3/4 of hidden)"),
     ("position-rows", "rows of the vision tower's position table, a square, qwen3_vl and qwen3_vl_moe (64)"),
-    ("max-pixels", "largest picture after resizing, in pixels (200704)"),
+    ("max-pixels", "largest picture after resizing, in pixels, not llava (200704)"),
     (
         "vocab",
         "rows of the embedding (the real 151936). With a number no tokenizer files are written, and the special tokens become the last "
-        "ids: <|video_pad|> is N - 1, <|image_pad|> N - 2, <|vision_end|> N - 4, <|vision_start|> N - 5, <|im_end|> N - 12",
+        "ids: <|video_pad|> is N - 1, <|image_pad|> N - 2, <|vision_end|> N - 4, <|vision_start|> N - 5, <|im_end|> N - 12. "
+        "llava: 32064, never with tokenizer files; with a number <pad> is N - 1, <image> N - 2",
     ),
 )
 
@@ -40,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to the parser of ``tangram``."""
     text = "write a small random Hugging Face checkpoint with tokenizer and image processor files"
     parser = subparsers.add_parser("tiny", help=text, description=text, epilog=EPILOG)
-    parser.add_argument("family", metavar="FAMILY", help="qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, or a family that a plug-in registers")
+    parser.add_argument("family", metavar="FAMILY", help="qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, llava, or a family that a plug-in registers")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives byte-identical weights (0)")
     parser.add_argument("--tied", action="store_true", help="the output layer is the embedding")

@@ -23,6 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser("train", help=text, description=text, epilog=EPILOG)
     parser.add_argument("run_file", metavar="RUN.yaml", help="six sections: parallel, data, model, features, training, tools")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="values that replace the file's")
+    parser.words_into = "overrides"
     parser.add_argument("--nproc-per-node", type=int, default=None, metavar="N", help="processes to start (tensor-parallel x pipeline-parallel size)")
 
 
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     """Check the run; train in this process, or in the processes that it needs."""
     from tangram.config.yaml_config import read_run
 
+    if args.nproc_per_node is not None and args.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node {args.nproc_per_node} must be at least 1")
     config = read_run(args.run_file, args.overrides)
     if "RANK" in os.environ:
         if args.nproc_per_node is not None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tangram.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from tangram.checkpoints.look_options import VerifyOptions
 
 HELP = "compare two checkpoints of any two formats and splits, tensor by tensor"
 EPILOG = """\
@@ -22,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-dtype", action="store_true", help="compare values of different element types, converted exactly")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="tensors compared at the same time (2)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plugin", action="append", default=[], metavar="PATH", help="Python file or folder to import first; may be repeated")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -44,8 +49,22 @@ def run(args: argparse.Namespace) -> int:
     }
     options = parse_section(VerifyOptions, raw, "verify", names={"workers": "--workers", "tolerance": "--tolerance"})
 
-    from tangram.checkpoints.verify import run_verify, verdict_text
+    from tangram.families.plugins import load_plugins
 
-    verdict = run_verify(options)
-    print(verdict_text(verdict, args.json))
+    load_plugins(args.plugin)
+    return show_verdict(options, (), args.json)
+
+
+def show_verdict(options: VerifyOptions, families: tuple[str, ...], as_json: bool) -> int:
+    """Compare, print, and return the exit status.
+
+    Args:
+        families: that the checkpoints may be of; empty: any.
+    """
+    from tangram.checkpoints.verify import run_verify, verdict_text
+    from tangram.cli.progress import byte_progress
+
+    with byte_progress("verify") as progress:
+        verdict = run_verify(options, families, progress)
+    print(verdict_text(verdict, as_json))
     return verdict.exit_code

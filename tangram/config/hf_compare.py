@@ -38,6 +38,26 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
+def description(model: ModelConfig) -> dict[str, Any]:
+    """What a checkpoint keeps of its model: each key that says which model it is, dotted, with a JSON value."""
+    content = model.model_dump(mode="json")
+    content["text_decoder"]["kv_channels"] = model.text_decoder.head_dim
+    return dict(_leaves(content))
+
+
+def compare_with_description(model: ModelConfig, saved: Mapping[str, Any], where: str) -> None:
+    """Compare a model config with the ``description`` of a checkpoint's.
+
+    Raises:
+        ConfigError: they differ; each key with both values.
+    """
+    mine = description(model)
+    found = [(key, mine.get(key), saved.get(key)) for key in {**mine, **saved} if mine.get(key) != saved.get(key)]
+    if found:
+        listed = "; ".join(f"{key} is {ours!r} but {theirs!r} in {where}" for key, ours, theirs in found)
+        raise ConfigError(f"this run's model is not the one that the checkpoint was trained as: {listed}; correct the model config")
+
+
 def differences(model: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Keys that describe the model and differ: dotted key, value in ``model``, value in ``other``.
 

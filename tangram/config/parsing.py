@@ -15,9 +15,12 @@ from tangram.errors import ConfigError, suggest
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are checked also when defaults, numbers are finite, instances are frozen."""
+    """Base of every section: unknown keys are errors, values are checked also when defaults, numbers are finite, instances are frozen.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    Validators are built when first needed: help texts need none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -126,8 +129,28 @@ class _UniqueKeys(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _no_repeats([(self.construct_object(key), None) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"])
-        return super().construct_mapping(node, deep)
+        keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        # First the base class, which refuses lists and mappings as keys.
+        content = super().construct_mapping(node, deep)
+        _no_repeats([(self.construct_object(key), None) for key in keys])
+        return content
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ConfigError: not valid YAML, a key given twice, or a date that is none.
+    """
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError("not valid YAML for a configuration: nested too deeply; check its brackets") from None
+    # A timestamp that is no date is a plain ValueError.
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}; correct it, or quote the value") from None
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
@@ -137,22 +160,32 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing, is not valid JSON or YAML (with the line), or holds no mapping.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+    _check_is_file(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".json":
-            raw = json.loads(text, object_pairs_hook=_no_repeats)
-        else:
-            raw = yaml.load(text, _UniqueKeys)
+        raw = json.loads(text, object_pairs_hook=_no_repeats) if path.suffix == ".json" else read_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid JSON for a configuration: nested too deeply; check its brackets") from None
+    if raw is None:
+        raise ConfigError(f"{path}: the file is empty; it must hold a mapping of keys to values")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(raw).__name__}")
     return raw
+
+
+def _check_is_file(path: Path) -> None:
+    try:
+        if path.is_file():
+            return
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; give the path of a file in it")
+        what = "no regular file; give the path of a file" if path.exists() else "no such file"
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:80]}: {error.strerror}; give the path of a file") from None
+    raise ConfigError(f"{path}: {what}")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from tangram.checkpoints.kinds import kind_of_weights
-from tangram.config.hf_compare import compare_with_hf
+from tangram.config.hf_compare import compare_with_description, compare_with_hf
 from tangram.config.parsing import read_mapping
 from tangram.config.preflight_rules import Rule, Subject
 from tangram.errors import CheckpointError, ConfigError, DataError
@@ -74,9 +74,12 @@ def _check_training_checkpoint(subject: Subject, folder: Path) -> None:
 
     found = find_checkpoint(folder)
     family = get_family(subject.model.model_id).name
-    saved = read_manifest(found).family
-    if saved != family:
-        raise CheckpointError(f"load {found}: a checkpoint of family {saved!r}, this run trains {family!r}; load one of its own")
+    manifest = read_manifest(found)
+    if manifest.family != family:
+        raise CheckpointError(f"load {found}: a checkpoint of family {manifest.family!r}, this run trains {family!r}; load one of its own")
+    # An epsilon or a rotary base shows in no shape.
+    if isinstance(saved := manifest.extra.get("model"), dict):
+        compare_with_description(subject.run.model.config, saved, str(found))
 
 
 def reference(subject: Subject) -> str:
@@ -97,7 +100,31 @@ def tokenizer(subject: Subject) -> str:
         raise ConfigError(f"preprocess_parameters.model_name_or_path {folder}: no such folder; give the Hugging Face directory with the tokenizer")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ConfigError(f"preprocess_parameters.model_name_or_path {folder}: holds no tokenizer (tokenizer.json, or vocab.json with merges.txt)")
+    source = subject.run.model
+    for model in (source.hf_dir, source.load):
+        if model is not None:
+            _check_vocabulary(folder / "tokenizer.json", Path(model, "tokenizer.json"))
     return str(folder)
+
+
+def _check_vocabulary(given: Path, own: Path) -> None:
+    """A tokenizer whose ids mean other words than the model has learnt would train it on noise, without an error.
+
+    Raises:
+        ConfigError: a token that both know has two ids.
+    """
+    if not given.is_file() or not own.is_file() or given.read_bytes() == own.read_bytes():
+        return
+    from tangram.data.tokenizer import Tokenizer
+
+    mine, theirs = (Tokenizer.from_folder(path.parent).vocabulary() for path in (given, own))
+    differing = sorted((number, token) for token, number in theirs.items() if mine.get(token, number) != number)
+    if differing:
+        number, token = differing[0]
+        raise ConfigError(
+            f"preprocess_parameters.model_name_or_path {given.parent}: {len(differing)} tokens have other ids than in {own}: {token!r} is "
+            f"{mine[token]} but {number} there; use the model's own tokenizer"
+        )
 
 
 def samples(subject: Subject) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from tangram.config.model import ModelConfig
-from tangram.config.parsing import leaf_keys, merge, parse_section, read_mapping
+from tangram.config.parsing import leaf_keys, merge, parse_section, read_mapping, read_yaml
 from tangram.config.public_keys import RunFacts
 from tangram.config.run import RunConfig
 from tangram.config.sources import model_from_hf, parse_data, parse_model, parse_tools
@@ -43,8 +43,7 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     base, where = path.parent.resolve(), str(path)
     raw = read_mapping(path)
-    for override in overrides:
-        _set(raw, override)
+    _set_all(raw, overrides)
     _check_sections(raw, where)
     sections = {name: _mapping(raw.get(name), f"{where}: {name}") for name in SECTIONS}
     _load_plugins(sections["model"].get("plugin"), base)
@@ -70,15 +69,30 @@ def dump(run: RunConfig) -> str:
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=150)
 
 
-def _set(raw: dict[str, Any], override: str) -> None:
+def _set_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Lay ``overrides`` over ``raw``. None may replace what another has set: which one counts should not depend on their order."""
+    given: dict[tuple[str, ...], str] = {}
+    for override in overrides:
+        path = _set(raw, override)
+        for other, text in given.items():
+            shorter = min(len(path), len(other))
+            if path[:shorter] == other[:shorter]:
+                longer = ".".join(path if len(path) > shorter else other)
+                how = "" if path == other else ", the one as a part of the other"
+                raise ConfigError(f"overrides {text!r} and {override!r} both set {longer}{how}; remove one")
+        given[path] = override
+
+
+def _set(raw: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Set one value; the path of its key."""
     key, equals, text = override.partition("=")
     *path, name = key.strip().split(".")
     if not equals or not name or override.startswith("-"):
         raise ConfigError(f"override {override!r}: write section.key=value, such as training.lr=1e-5")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: {text!r} is no YAML value; quote it") from None
+        value = read_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"override {override!r}: {error}") from None
     part = raw
     for step in path:
         if part.get(step) is None:
@@ -87,6 +101,7 @@ def _set(raw: dict[str, Any], override: str) -> None:
         if not isinstance(part, dict):
             raise ConfigError(f"override {override!r}: {step} holds a value, not keys; correct the name")
     part[name] = value
+    return (*path, name)
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:

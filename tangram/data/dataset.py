@@ -21,6 +21,7 @@ from tangram.errors import DataError
 
 IMAGE_PLACEHOLDER = "<image>"
 UNSUPPORTED_COLUMNS = ("videos", "audios")
+UNSUPPORTED_PLACEHOLDERS = ("<video>", "<audio>")
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,12 @@ class ConversationDataset:
                 raise DataError(f"{where}: column {column!r} is not empty; only images and text are supported")
         images = self._images(where, record)
         system, messages = self._messages(where, record)
-        marks = sum(text.count(IMAGE_PLACEHOLDER) for text in (system or "", *(message.content for message in messages)))
+        texts = (system or "", *(message.content for message in messages))
+        for placeholder in UNSUPPORTED_PLACEHOLDERS:
+            if any(placeholder in text for text in texts):
+                mend = "remove the sample, or write the word otherwise"
+                raise DataError(f"{where}: holds the placeholder {placeholder}; only images and text are supported: {mend}")
+        marks = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
         if marks != len(images):
             raise DataError(f"{where}: {marks} {IMAGE_PLACEHOLDER} placeholders but {len(images)} images; each image needs one placeholder")
         return Conversation(index, where, system, messages, images)

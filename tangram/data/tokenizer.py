@@ -66,6 +66,11 @@ class Tokenizer:
             raise ConfigError(f"{self.where}: the vocabulary has no token {token!r}; model_name_or_path must hold the model's own tokenizer")
         return number
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added ones included."""
+        tokens: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        return tokens
+
     def check_ids(self, wanted: Mapping[str, int], vocab_size: int) -> None:
         """Compare the ids of special tokens, and the largest id, with what the model expects.
 
@@ -80,7 +85,7 @@ class Tokenizer:
 
     @cached_property
     def _highest_id(self) -> int:
-        return max(self._fast.get_vocab(with_added_tokens=True).values())
+        return max(self.vocabulary().values())
 
 
 @lru_cache(maxsize=4)

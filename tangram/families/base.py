@@ -95,6 +95,13 @@ def register_family(family: Family) -> None:
         _families[name] = family
 
 
+def family_names() -> list[str]:
+    """Names of all registered families and their other spellings."""
+    import tangram.families.builtin  # noqa: F401  registers the families that ship with Tangram
+
+    return sorted(_families)
+
+
 def get_family(model_id: str) -> Family:
     """The family that ``model_id`` of model.json, or ``model_type`` of a Hugging Face config, names.
 

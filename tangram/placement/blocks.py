@@ -172,7 +172,7 @@ def _experts(rule: Rule, topology: Topology, ep_rank: int) -> range:
         return range(1)
     if rule.experts % topology.expert:
         raise PlacementError(
-            f"{rule.sources[0].name}: {rule.experts} experts are not divisible by expert-parallel size {topology.expert}; "
+            f"{rule.sources[0].name.format(i=0)}: {rule.experts} experts are not divisible by expert-parallel size {topology.expert}; "
             "choose a size that divides it"
         )
     share = rule.experts // topology.expert

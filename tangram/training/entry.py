@@ -26,6 +26,7 @@ from tangram.backends.megatron.parallel import shutdown
 from tangram.backends.megatron.settings import DTYPES
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.config.hf_compare import description
 from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
 from tangram.config.sources import read_hf_config
@@ -113,6 +114,7 @@ def _loop(
 ) -> Progress:
     training, rank = run.training, dist.get_rank()
     folder = Path(training.save) if training.save else None
+    known = {"model": description(run.model.config)}
     if folder is not None and rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.yaml").write_text(dump(run), encoding="utf-8")
@@ -123,7 +125,7 @@ def _loop(
             training=training,
             global_batch_size=batch,
             steps=steps,
-            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {"skipped": at.skipped})) if folder is not None else None,
+            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {"skipped": at.skipped, **known})) if folder is not None else None,
             valid_steps=valid,
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
@@ -233,11 +235,12 @@ def _tokenizer_hash(run: RunConfig) -> str:
 
 
 def _dataset_fingerprint(run: RunConfig, batch: int) -> str:
-    """Changes when the samples, their order or the global batch do, so that a data position keeps its meaning."""
-    basic = run.data.dataset_param.basic_parameters
-    digest = hashlib.sha256(repr((batch, run.data.dataloader_param.shuffle, run.data.dataloader_param.drop_last, basic.max_samples)).encode())
+    """Changes when the samples, their order or the global batch do, so that a data position keeps its meaning; a reader sees which."""
+    basic, loading = run.data.dataset_param.basic_parameters, run.data.dataloader_param
+    digest = hashlib.sha256()
     for name in basic.dataset.split(","):
         path = Path(name.strip())
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
-    return f"sha256:{digest.hexdigest()}"
+    order = {"global_batch_size": batch, "shuffle": loading.shuffle, "drop_last": loading.drop_last, "max_samples": basic.max_samples}
+    return f"sha256:{digest.hexdigest()} with {', '.join(f'{key} {value}' for key, value in order.items())}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -22,7 +23,8 @@ FAILED = 1
 class SharedFailure:
     """Between ``with`` and its end, an exception here ends the other processes of a torchrun launch.
 
-    The first rank to fail raises on, and so prints; a rank that fails after it, or waits for it, leaves without a word. A collective that
+    The first rank to fail raises on, and so prints; a rank that fails after it, or waits for it, leaves without a word. One that was killed
+    says nothing, so the first that misses it says so, in place of the trace of its own collective. A collective that
     misses a rank can wait for many minutes, and torchrun's SIGTERM means "save and stop" to the loop, so ranks must hear of it by other ways:
     a key in the launch's store, watched by a thread. To be entered once the process group is there.
     """
@@ -51,6 +53,15 @@ class SharedFailure:
         if not first:
             time.sleep(LEAVE_SECONDS)
             os._exit(FAILED)
+        if lost_connection(error):
+            reason = " ".join(str(error).split()).partition(". ")[0][:200]
+            sys.stderr.write(
+                f"tangram: error: [rank {os.environ.get('RANK', '0')}] lost the connection to another process, which has ended (killed, or out of "
+                f"memory?); see its log, and load the newest checkpoint to go on ({reason})\n"
+            )
+            sys.stderr.flush()
+            time.sleep(LEAVE_SECONDS)
+            os._exit(FAILED)
         before_leaving.append(lambda: time.sleep(LEAVE_SECONDS))
 
     def _watch(self, store: dist.TCPStore) -> None:
@@ -62,6 +73,13 @@ class SharedFailure:
             if failed:
                 time.sleep(LEAVE_SECONDS)
                 os._exit(FAILED)
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether an exception says that the other end of a connection between ranks is gone. Gloo has no class of its own for that."""
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
 
 
 def _connect() -> dist.TCPStore:

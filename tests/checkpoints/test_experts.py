@@ -17,6 +17,7 @@ from tangram.checkpoints.dcp_blocks import BlockTensor, block_piece, flat_pieces
 from tangram.checkpoints.expert_stacks import turned_stacks
 from tangram.checkpoints.export import export_hf
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.mp_rank import MMDirectory, write_ranks
 from tangram.checkpoints.reader import TensorInfo, read_whole
 from tangram.errors import CheckpointError
 from tangram.families.base import get_family
@@ -44,12 +45,40 @@ def test_every_parameter_of_an_expert_parallel_rank_equals_the_reference(ep_rank
     kit.assert_same(ours, kit.load_rank(golden / "mm_3moe_tp1_pp1_ep2", GOLDEN_RANKS[ep_rank])["model"])
 
 
+def test_written_directories_equal_the_reference(golden, hf, kit, tmp_path):
+    write_ranks(tmp_path / "release", hf.table, EP2, hf)
+    assert sorted(folder.name for folder in (tmp_path / "release").iterdir()) == list(GOLDEN_RANKS)
+    for name in GOLDEN_RANKS:
+        kit.assert_same(kit.load_rank(tmp_path, name)["model"], kit.load_rank(golden / "mm_3moe_tp1_pp1_ep2", name)["model"])
+
+
+def test_the_reference_directory_reads_as_the_file(golden, hf, kit):
+    source = MMDirectory(golden / "mm_3moe_tp1_pp1_ep2").canonical(hf.table, EP2, hf.shapes)
+    kit.assert_same({name: read_whole(source, name) for name in source.names()}, kit.hf_tensors(hf.path))
+
+
 def test_the_reference_of_all_ranks_gives_the_file_back_byte_for_byte(golden, hf, kit, tmp_path):
     ranks = [kit.load_rank(golden / "mm_3moe_tp1_pp1_ep2", name)["model"] for name in GOLDEN_RANKS]
     parts = [(place(hf.table, EP2, 0, EP2.chunk(0), rank), tensors, GOLDEN_RANKS[rank]) for rank, tensors in enumerate(ranks)]
     export_hf(LocalSource(parts, hf.shapes), tmp_path / "hf", hf.family, files_from=hf.path, hf_config=hf.config, shards=hf.shards)
     for file in hf.path.iterdir():
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_tensor_parallel_rank_holds_its_half_of_the_gate_and_of_the_up_projection(tp_rank, hf, kit):
+    """Expert 3 of layer 2 is the second of expert-parallel rank 1; the public layout is [gate of the rank; up of the rank]."""
+    split = Topology.build(vision_layers=4, text_layers=4, tensor=2, expert=2)
+    layouts = place(hf.table, split, tp_rank, split.chunk(0), 1).tensors
+    found = []
+    for linear in ("linear_fc1", "linear_fc2"):
+        layout = layouts[f"text_decoder.decoder.layers.2.mlp.experts.local_experts.1.{linear}.weight"]
+        found.append(torch.full(layout.shape, torch.nan, dtype=torch.bfloat16))
+        fill(layout, found[-1], hf)
+    stored = kit.hf_tensors(hf.path)
+    gate, up = stored[UP.format(2)][3].T.chunk(2)
+    assert torch.equal(found[0], torch.cat([gate.chunk(2)[tp_rank], up.chunk(2)[tp_rank]]))
+    assert torch.equal(found[1], stored[DOWN.format(2)][3].T.chunk(2, dim=1)[tp_rank])
 
 
 def changed(golden, kit, folder, change):

@@ -39,8 +39,11 @@ def test_an_mp_rank_directory_with_manifest(kit, tmp_path):
         "tensor_parallel": 2,
         "pipeline_parallel": 2,
         "virtual_pipeline": 1,
+        "expert_parallel": 1,
         "vit_pp_layers": [[4, 0]],
         "llm_pp_layers": [[1, 3]],
+        "canonical_form": False,
+        "vit_only": False,
     }
     assert (found.files, found.optimizer, found.step) == (4, False, None)
     assert found.facts["source"].startswith("sha256:")
@@ -206,5 +209,6 @@ def test_the_command(golden, kit, tmp_path, capsys):
 
 
 def test_a_converter_of_another_family_says_so(golden):
-    found = run_inspect(InspectOptions(mm_dir=str(golden / "hf_qwen2_vl")), "qwen2_5_vl")
-    assert found.problems == [f"{golden}/hf_qwen2_vl: a qwen2_vl model but the converter is for qwen2_5_vl; use the qwen2_vl converter"]
+    found = run_inspect(InspectOptions(mm_dir=str(golden / "hf_qwen2_vl")), ("qwen2_5_vl",))
+    (problem,) = found.problems
+    assert f"{golden}/hf_qwen2_vl is a qwen2_vl model but the converter is for qwen2_5_vl; use the converter for qwen2_vl" in problem

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tangram.checkpoints.inspect import inspect as inspect_directory
 from tangram.checkpoints.look_options import VerifyOptions
-from tangram.checkpoints.lora import run_lora_merge, run_lora_to_hf, run_lora_to_mm
+from tangram.checkpoints.lora import prepare_lora_merge, prepare_lora_to_hf, prepare_lora_to_mm
 from tangram.checkpoints.lora_adapter import open_adapter
 from tangram.checkpoints.lora_config import read_adapter_config
 from tangram.checkpoints.lora_options import LoraMergeOptions, LoraToHFOptions, LoraToMMOptions
@@ -26,15 +27,16 @@ SPLIT = {"tp_size": 2, "llm_pp_layers": [1, 3], "vit_pp_layers": [4, 0]}
 
 def to_mm(adapter, mm, family="qwen2_5_vl", **options):
     options.setdefault("parallel_config", SPLIT)
-    return run_lora_to_mm(LoraToMMOptions(mm_dir=str(mm), hf_config={"hf_dir": str(adapter)}, **options), family)
+    return prepare_lora_to_mm(LoraToMMOptions(mm_dir=str(mm), hf_config={"hf_dir": str(adapter)}, **options), (family,)).write()
 
 
 def to_hf(mm, out, family="qwen2_5_vl", **options):
-    return run_lora_to_hf(LoraToHFOptions(mm_dir=str(mm), save_hf_dir=str(out), **options), family)
+    return prepare_lora_to_hf(LoraToHFOptions(mm_dir=str(mm), save_hf_dir=str(out), **options), (family,)).write()
 
 
 def merge(adapter, base, out, family="qwen2_5_vl", **options):
-    return run_lora_merge(LoraMergeOptions(lora_dir=str(adapter), hf_config={"hf_dir": str(base)}, save_hf_dir=str(out), **options), family)
+    options = LoraMergeOptions(lora_dir=str(adapter), hf_config={"hf_dir": str(base)}, save_hf_dir=str(out), **options)
+    return prepare_lora_merge(options, (family,)).write()
 
 
 def change(adapter, **keys):
@@ -103,6 +105,15 @@ def test_packed_vision_qkv_at_one_rank_keeps_the_order_of_the_hub(kit, tmp_path)
     assert torch.equal(model[name], load_file(adapter / "adapter_model.safetensors")[key])
 
 
+def test_others_may_have_split_packed_qkv_another_way(kit, tmp_path):
+    base = kit.write_hf(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "lora", base, targets=("attn.qkv",))
+    to_mm(adapter, tmp_path / "mm")
+    (tmp_path / "mm" / "tangram_adapter.json").unlink()
+    with pytest.raises(CheckpointError, match=r"nothing in the files tells how the rows of the vision encoder's linear_qkv were split"):
+        to_hf(tmp_path / "mm", tmp_path / "back", parallel_config=SPLIT)
+
+
 SPLITS = [
     {},
     SPLIT,
@@ -122,7 +133,7 @@ def test_there_and_back_is_exact_to_the_byte(family, new_keys, kit, tmp_path):
     for number, split in enumerate(SPLITS):
         mm, back = tmp_path / f"mm{number}", tmp_path / f"back{number}"
         report = to_mm(adapter, mm, family, parallel_config=split)
-        assert report.modules == len(load_file(adapter / "adapter_model.safetensors")) // 2
+        assert report.tensors == len(load_file(adapter / "adapter_model.safetensors"))
         to_hf(mm, back, family)
         assert kit.files(back) == ["adapter_config.json", "adapter_model.safetensors"]
         for file in back.iterdir():
@@ -135,6 +146,9 @@ def test_a_directory_that_training_wrote_takes_split_config_and_base(kit, pair, 
     to_mm(adapter, tmp_path / "mm")
     for name in ("tangram_adapter.json", "adapter_config.json"):
         (tmp_path / "mm" / name).unlink()
+    found = inspect_directory(tmp_path / "mm")
+    assert (found.format, found.facts["rank"]) == ("LoRA adapter, mp_rank directory without adapter_config.json", "4")
+    assert found.facts["targets"] == "gate_proj, linear_fc2, linear_proj, q_proj, up_proj, v_proj"
     with pytest.raises(TangramError, match=r"mm: no adapter_config.json; give the directory that has it"):
         to_hf(tmp_path / "mm", tmp_path / "back")
     to_hf(tmp_path / "mm", tmp_path / "back", parallel_config=SPLIT, hf_config={"hf_dir": str(adapter)}, key_layout="hub")
@@ -352,7 +366,7 @@ def test_an_adapter_that_changed_its_base_does_not_merge_but_moves(pair, tmp_pat
 
 def test_the_base_must_be_known_and_of_the_family(kit, pair, tmp_path):
     base, adapter = pair
-    with pytest.raises(TangramError, match=r"its base is a qwen2_5_vl model but the converter is for qwen2_vl"):
+    with pytest.raises(TangramError, match=r"its base is a qwen2_5_vl model but the converter is for qwen2_vl; use the converter for qwen2_5_vl"):
         to_mm(adapter, tmp_path / "mm", "qwen2_vl")
     change(adapter, base_model_name_or_path="Qwen/Qwen2.5-VL-3B-Instruct")
     with pytest.raises(CheckpointError, match=r"the base is 'Qwen/Qwen2.5-VL-3B-Instruct', a directory that is not here.*base_hf_dir"):

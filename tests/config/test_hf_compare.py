@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tangram.config.hf_compare import compare_with_hf
-from tangram.config.sources import parse_model
+from tangram.config.hf_compare import compare_with_description, compare_with_hf, description
+from tangram.config.sources import model_from_hf, parse_model
 from tangram.errors import ConfigError
 from tests.config.conftest import Files
 
@@ -81,3 +82,19 @@ def test_text_alone_is_compared_without_the_vision_part(files: Files) -> None:
     files.model["image_encoder"] = None
     files.hf["vision_config"]["depth"] = 9
     compare_with_hf(parse_model(files.model, "model.json"), files.hf_dir())
+
+
+@pytest.mark.parametrize(("path", "value", "message"), CHANGES, ids=[".".join(path) for path, _, _ in CHANGES])
+def test_a_checkpoint_keeps_what_its_model_was(files: Files, path: tuple[str, ...], value: Any, message: str) -> None:
+    """Most of these show in no tensor's shape. As JSON, since a manifest is."""
+    model = parse_model(files.model, "model.json")
+    put(files.hf, path, value)
+    if path == ("head_dim",):
+        put(files.hf, ("rope_scaling", "mrope_section"), [2, 2, 4])
+    if path == ("hidden_size",):
+        put(files.hf, ("head_dim",), 8)
+    saved = json.loads(json.dumps(description(model_from_hf(files.hf_dir()))))
+    with pytest.raises(ConfigError, match="this run's model is not the one that the checkpoint was trained as: ") as error:
+        compare_with_description(model, saved, "iter_0000001")
+    assert f"{message} iter_0000001" in str(error.value)
+    compare_with_description(model, json.loads(json.dumps(description(model))), "iter_0000001")

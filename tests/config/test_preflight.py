@@ -130,9 +130,9 @@ def test_projector_that_does_not_divide(files: Files) -> None:
 def test_vocabulary(files: Files) -> None:
     found = report(files, "--make-vocab-size-divisible-by", "128", "--tensor-model-parallel-size", "2")
     assert next(f.detail for f in found.findings if f.rule == "vocabulary") == "320 rows padded to 512"
-    files.model["img_context_token_id"] = 151655
+    files.model["img_context_token_id"] = 320  # rows are 0..319
     assert (
-        fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 151655; correct the ids or vocab_size"
+        fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 320; correct the ids or vocab_size"
     )
     files.model["img_context_token_id"] = 311
     assert "special token ids must differ, got img_context_token_id 311, video_token_id 311" in fault(files)
@@ -366,8 +366,14 @@ def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
         report(files).raise_errors()
 
 
-@pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
-def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(size: str, tmp_path: Path) -> None:
+SCRIPTS = [
+    *(f"qwen2vl/finetune_{size}.sh" for size in ("2b", "7b", "72b")),
+    *(f"qwen2.5vl/finetune_{size}.sh" for size in ("3b", "7b", "32b", "72b")),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(script: str, tmp_path: Path) -> None:
     code = (
         "import argparse, sys\nfrom tangram.cli.check import add_parser, run\n"
         "top = argparse.ArgumentParser()\nadd_parser(top.add_subparsers())\nsys.exit(run(top.parse_args()))\n"
@@ -377,7 +383,7 @@ def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(size: 
     fake.chmod(0o755)
     root = EXAMPLES.parents[1]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "CHECK_ONLY": "1", "COLUMNS": "500"}
-    done = subprocess.run(["bash", str(EXAMPLES / f"finetune_{size}.sh")], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", str(EXAMPLES.parent / script)], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     wrong = {line.split("wrong")[0].strip() for line in done.stdout.splitlines() if "wrong" in line}
     assert wrong == {"weights", "tokenizer", "samples"}, done.stdout

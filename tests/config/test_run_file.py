@@ -105,12 +105,67 @@ def test_overrides(files: Files) -> None:
         ("training.lr", "write section.key=value"),
         ("--lr=3", "write section.key=value"),
         ("training.lr.x=3", "override 'training.lr.x=3': lr holds a value, not keys"),
-        ("training.lr=[1", "is no YAML value; quote it"),
+        ("training.lr=[1", "override 'training.lr=[1': not valid YAML: "),
+        ("training={lr: 1, lr: 2}", "key 'lr' stands twice in one mapping; remove one"),
         ("training.lrr=3", "unknown key 'training.lrr'"),
     ):
         with pytest.raises(ConfigError) as error:
             read_run(path, [override])
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "which"),
+    [
+        ("training.lr=1", "training.lr=2", "both set training.lr; remove one"),
+        ("training.lr=2", "training={lr: 1, train_iters: 3}", "both set training.lr, the one as a part of the other; remove one"),
+        ("training={lr: 1, train_iters: 3}", "training.lr=2", "both set training.lr, the one as a part of the other; remove one"),
+    ],
+)
+def test_no_override_replaces_another(first: str, second: str, which: str, files: Files) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_run(files.run_file(RUN), [first, "features.freeze_vision_encoder=false", second])
+    assert str(error.value) == f"overrides {first!r} and {second!r} {which}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("# nothing but a comment\n", "the file is empty"),
+        ("? [training]\n: 3\n", "found unhashable key"),
+        ("training: 2026-13-45\n", "month must be in 1..12; correct it, or quote the value"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("training: *nowhere\n", "found undefined alias 'nowhere'"),
+    ],
+)
+def test_a_file_that_is_no_run_file_is_told_in_one_line(text: str, message: str, files: Files) -> None:
+    path = files.run_file(text)
+    with pytest.raises(ConfigError) as error:
+        read_run(path)
+    assert str(error.value).startswith(f"{path}: ") and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_no_file_is_called_what_it_is(files: Files) -> None:
+    for path, message in (
+        (str(files.folder), "is a folder; give the path of a file in it"),
+        ("/dev/null", "no regular file"),
+        (str(files.folder / "gone.yaml"), "no such file"),
+        ("x" * 5000, "File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_run(path)
+
+
+def test_anchors_merge_and_own_keys_win(files: Files) -> None:
+    """YAML 1.1's merge key, by its own example: keys of the mapping stand before those merged in."""
+    text = RUN.replace("training: {", "x_is_no_section: &common {seed: 7, log_interval: 3}\ntraining: {<<: *common, log_interval: 5, ")
+    assert text != RUN
+    with pytest.raises(ConfigError, match="unknown section 'x_is_no_section'"):
+        read_run(files.run_file(text))
+    text = RUN.replace("training: {", "training: {<<: {seed: 7, log_interval: 3}, log_interval: 5, ")
+    training = read_run(files.run_file(text)).training
+    assert (training.seed, training.log_interval) == (7, 5)
 
 
 def test_flags_and_run_file_give_the_same_run(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

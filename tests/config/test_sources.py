@@ -8,33 +8,35 @@ from typing import Any
 
 import pytest
 
+from tangram.config.hf_compare import differences
 from tangram.config.public_keys import RunFacts, keys_markdown
 from tangram.config.sources import parse_data, parse_model, parse_tools, read_data, read_model, read_tools
 from tangram.errors import ConfigError
+from tangram.families import get_family
 from tests.config.conftest import EXAMPLES, Files
+from tests.families.sizes import SIZES
 
 FACTS = RunFacts(dtype="bf16", seq_length=1024)
 
 
 @pytest.mark.parametrize(
-    ("size", "layers", "hidden", "groups", "vocabulary", "tied", "vit", "llm"),
+    ("name", "file", "vit", "llm"),
     [
-        ("3b", 36, 2048, 2, 151936, True, [32], [36]),
-        ("7b", 28, 3584, 4, 152064, False, [32, 0], [12, 16]),
-        ("32b", 64, 5120, 8, 152064, False, [32] + [0] * 7, [1] + [9] * 7),
-        ("72b", 80, 8192, 8, 152064, False, [32] + [0] * 7, [6] + [11] * 6 + [8]),
+        ("qwen2_vl-2b", "qwen2vl/model_2b.json", [32], [28]),
+        ("qwen2_vl-7b", "qwen2vl/model_7b.json", [32, 0, 0, 0], [1, 10, 10, 7]),
+        ("qwen2_vl-72b", "qwen2vl/model_72b.json", [32] + [0] * 7, [5] + [11] * 6 + [9]),
+        ("qwen2_5_vl-3b", "qwen2.5vl/model_3b.json", [32], [36]),
+        ("qwen2_5_vl-7b", "qwen2.5vl/model_7b.json", [32, 0], [12, 16]),
+        ("qwen2_5_vl-32b", "qwen2.5vl/model_32b.json", [32] + [0] * 7, [1] + [9] * 7),
+        ("qwen2_5_vl-72b", "qwen2.5vl/model_72b.json", [32] + [0] * 7, [6] + [11] * 6 + [8]),
+        ("llava-7b", "llava1.5/model_7b.json", [24], [32]),
     ],
 )
-def test_examples_hold_the_published_sizes(
-    size: str, layers: int, hidden: int, groups: int, vocabulary: int, tied: bool, vit: list[int], llm: list[int]
-) -> None:
-    model = read_model(EXAMPLES / f"model_{size}.json")
-    text = model.text_decoder
-    assert (text.num_layers, text.hidden_size, text.num_query_groups, text.vocab_size) == (layers, hidden, groups, vocabulary)
-    assert text.untie_embeddings_and_output_weights is not tied
-    assert text.head_dim == 128
+def test_examples_describe_the_published_models(name: str, file: str, vit: list[int], llm: list[int]) -> None:
+    model = read_model(EXAMPLES.parent / file)
+    assert differences(model, get_family(SIZES[name].family).from_hf_config(SIZES[name].hf)) == []
     assert model.image_encoder is not None
-    assert (model.image_encoder.vision_encoder.pipeline_num_layers, text.pipeline_num_layers) == (vit, llm)
+    assert (model.image_encoder.vision_encoder.pipeline_num_layers, model.text_decoder.pipeline_num_layers) == (vit, llm)
 
 
 def public_model() -> dict[str, Any]:
@@ -127,7 +129,12 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "false does not agree with num_query_groups < num_attention_heads, which is true",
         ),
         ("text", "disable_bias_linear", False, "disable_bias_linear: false does not agree with add_bias_linear, negated, which is true"),
-        ("text", "rope_scaling", {"type": "yarn"}, "text_decoder.rope_scaling: {'type': 'yarn'} cannot be had here, only null"),
+        (
+            "text",
+            "rope_scaling",
+            {"type": "yarn"},
+            "text_decoder.rope_scaling: {'type': 'yarn'} does not agree with mrope_section and mrope_interleaved, which is {'mrope_int",
+        ),
     ],
 )
 def test_repeated_values_must_agree(files: Files, section: str, key: str, value: Any, message: str) -> None:
@@ -261,8 +268,15 @@ def test_relative_paths_start_from_the_base(files: Files) -> None:
     assert parameters.basic_parameters.dataset == f"{folder}/a.json,{folder}/sub/b.json,/c.json"
 
 
+@pytest.mark.parametrize("folder", ["qwen2vl", "qwen2.5vl", "llava1.5"])
+def test_data_files_of_examples_are_read(folder: str, tmp_path: Path) -> None:
+    parameters = read_data(EXAMPLES.parent / folder / "data.json", base=tmp_path).dataset_param
+    assert parameters.basic_parameters.dataset == str(tmp_path / "data" / "mllm_format_llava_instruct_data.json")
+
+
 def test_tools_file(tmp_path: Path) -> None:
     tools = read_tools(EXAMPLES / "tools.json", base=tmp_path)
+    assert read_tools(EXAMPLES.parent / "qwen2vl" / "tools.json", base=tmp_path) == tools
     assert tools.profile.static_param.save_path == str(tmp_path / "profiling")
     assert parse_tools({}, "tools.json", tmp_path).memory_profile.save_path == str(tmp_path / "memory_snapshot")
     with pytest.raises(ConfigError, match="static_param: end_step 3 must be larger than start_step 3"):

@@ -137,6 +137,14 @@ def test_images_of_another_kind_are_an_error(record: Record, write_json: Write, 
         dataset(write_json([record("<image>", "a", images=value)])).check()
 
 
+@pytest.mark.parametrize("placeholder", ["<video>", "<audio>"])
+def test_placeholders_of_media_that_cannot_be_read_are_no_text(placeholder: str, record: Record, write_json: Write) -> None:
+    """LLaMA-Factory refuses such a sample too: its placeholders and its list of videos differ in number."""
+    data = dataset(write_json([record("q", "a"), record(f"{placeholder}Who?", "I.")]))
+    with pytest.raises(DataError, match=f"record 1: holds the placeholder {placeholder}; only images and text are supported"):
+        data[1]
+
+
 def test_placeholders_and_images_must_agree(record: Record, write_json: Write, tmp_path: Path) -> None:
     name = picture(tmp_path / "a.png")
     good = record("<image> q", "a", images=[name])

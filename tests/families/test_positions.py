@@ -15,12 +15,23 @@ from tangram.errors import DataError
 from tangram.families.base import get_family
 from tangram.families.qwen2_5_vl.positions import rope_index as rope_index_2_5
 from tangram.families.qwen2_vl.positions import rope_index as rope_index_2
+from tangram.families.qwen3_vl.positions import rope_index as rope_index_3
+from tests.families.published import CONFIGS
 
 IMG, VIDEO, START, END = 151655, 151656, 151652, 151653
-CLASSES = {"qwen2_vl": ("qwen2_vl", "Qwen2VLModel"), "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLModel")}
+CLASSES = {
+    "qwen2_vl": ("qwen2_vl", "Qwen2VLModel"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLModel"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLModel"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeModel"),
+}
+
+PUBLISHED = {"qwen3_vl": CONFIGS["8b"], "qwen3_vl_moe": CONFIGS["30b"]}
 
 
 def config(family: str) -> ModelConfig:
+    if family in PUBLISHED:
+        return get_family(family).from_hf_config(PUBLISHED[family])
     text = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -77,7 +88,7 @@ def random_row(rng: random.Random, images: int) -> tuple[list[int], list[list[in
     return row, grids
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", CLASSES)
 def test_positions_equal_transformers_on_random_layouts(family: str) -> None:
     rng, model = random.Random(0), config(family)
     rope_index = get_family(family).rope_index
@@ -178,3 +189,17 @@ def test_tokens_that_fit_only_over_rows_are_an_error() -> None:
     ids = torch.tensor([[START, *[IMG] * 4], [START, IMG, IMG, 3, 4]])
     with pytest.raises(DataError, match="image 0 of the micro-batch needs 6 tokens in one run but row 0 has a run of 4"):
         rope_index_2_5(ids, None, torch.tensor([[1, 4, 6]]), config("qwen2_5_vl"))
+
+
+def test_qwen3_video_is_one_run_per_frame_group() -> None:
+    """A video of 2 groups of 4 x 6 patches between timestamps: each run stands like an image, and the text between them tells the time."""
+    group = [START, *[VIDEO] * 6, END]
+    ids = torch.tensor([[10, *group, 11, 12, *group, 13]])
+    grids = torch.tensor([[2, 4, 6]])
+    ours = rope_index_3(ids, None, None, config("qwen3_vl"), grids)
+    time, height, width = ours[:, 0].tolist()
+    assert time == [0, 1, *[2] * 6, 5, 6, 7, 8, *[9] * 6, 12, 13]
+    assert height == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 9, 9, 9, 10, 10, 10, 12, 13]
+    assert width == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 9, 10, 11, 12, 13]
+    assert torch.equal(ours, hf_positions("qwen3_vl", ids, None, None, video_grid_thw=grids.clone()))
+    assert grids.tolist() == [[2, 4, 6]], "the caller's grids are left alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,25 @@ def test_proof_fails_for_every_single_rule_that_is_left_out() -> None:
             prove(place_all(rest, topology), shapes)
     with pytest.raises(PlacementError, match="two rules for the local parameter"):
         place_all([*table, table[3]], topology)
+
+
+def test_proof_counts_every_row() -> None:
+    """Half of the rows gone with one rank's placements; and a parameter of two halves that is given the first half twice."""
+    table = get_family("qwen2_5_vl").tensor_table(small(tied=False), 320)
+    topology = Topology.build(vision_layers=32, text_layers=4, tensor=2)
+    shapes = prove_table(table, topology)
+    first, second = place_all(table, topology)
+    with pytest.raises(PlacementError, match=r"tensors have elements that no rank holds: lm_head.weight, "):
+        prove([first], shapes)
+    name = "text_decoder.decoder.layers.1.mlp.linear_fc1.weight"
+    gated = first.tensors[name]
+    assert len(gated.blocks) == 2
+    twice = replace(gated, blocks=(gated.blocks[0], gated.blocks[0]))
+    with pytest.raises(PlacementError, match=rf"{name} on tensor rank 0, stage 0: elements covered between 0 and 2 times instead of once"):
+        prove([replace(first, tensors={**first.tensors, name: twice}), second], shapes)
+    beyond = replace(gated, blocks=(gated.blocks[0], replace(gated.blocks[1], local_start=(49, 0))))
+    with pytest.raises(PlacementError, match=r"a block reaches to 97 along dim 0 of a tensor of shape \(96, 64\)"):
+        prove([replace(first, tensors={**first.tensors, name: beyond}), second], shapes)
 
 
 def test_tied_copy_stands_where_the_embedding_does_not() -> None:

@@ -32,6 +32,30 @@ def test_one_ranks_fault_is_one_line_and_ends_all_ranks(waiting: str) -> None:
     assert finished.returncode != 0 and took < 10
 
 
+def test_ranks_that_lose_a_killed_one_say_so_in_one_line_instead_of_their_collectives_trace() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    finished = subprocess.run(
+        [*command, str(ROOT / "tests" / "workers" / "failure_worker.py"), "killed"],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    (line,) = [line for line in finished.stderr.splitlines() if "error: [rank" in line]
+    assert "lost the connection to another process, which has ended (killed, or out of memory?)" in line
+    assert "failure_worker.py\", line" not in finished.stderr and finished.returncode != 0
+
+
+def test_an_interrupt_that_reaches_the_launcher_alone_ends_the_launch() -> None:
+    """As ``kill -INT`` and IDEs send it; a terminal sends it to all processes."""
+    sleep = ["-n1", "-r1", "-s", "import time", "time.sleep(90)"]
+    code = f"import sys; from tangram.training.launch import launch; sys.exit(launch(1, 'timeit', {sleep}))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.terminate()
+
+
 def write_run(folder: Path, hf: Path) -> Path:
     records = [
         {"messages": [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"It is {i}."}], "images": []} for i in range(8)

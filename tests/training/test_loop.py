@@ -100,6 +100,13 @@ def test_a_step_that_is_not_finite_is_printed_counted_and_changes_no_weight(tmp_
     assert run.rows[2]["loss"] == 6.5 and run.engine.seen == [0, 1, 2, 3, 4, 5] and run.progress.consumed_samples == 6
 
 
+def test_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
+    """Megatron's scheduler steps by what was trained: warm-up over 4 steps gives 0, 1/4, again 1/4 after the skipped step, 2/4."""
+    rows = Run(tmp_path, steps=endless(bad_step=2), lr_warmup_iters=4, train_iters=8, exit_interval=4).run().rows
+    assert [row["skipped"] for row in rows] == [False, True, False, False]
+    assert [row["lr"] for row in rows] == pytest.approx([0.0, 0.025, 0.025, 0.05])
+
+
 def test_metrics_stay_json_with_infinities(tmp_path: Path) -> None:
     def steps() -> Iterator[Any]:
         yield [batch([1.0], [math.inf])]

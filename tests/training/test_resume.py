@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_the_same_split_goes_on_bit_by_bit_dropout_included(overrides: list[str]
     if ranks == 1:
         still = train(folder / "still", trial, ["training.train_iters=3"])
         assert still[0]["loss"] != whole[0]["loss"], "dropout did something"
-        other = train(folder / "other", trial, [*resume, "training.no_load_rng=true", f"training.save={folder}/other/ckpt"])
+        other = train(folder / "other", trial, [*resume, "training.no_load_rng=true"])
         assert other[0]["loss"] != whole[3]["loss"], "and the state of its generator is what makes the runs equal"
 
 
@@ -165,6 +166,25 @@ def test_a_longer_run_is_told_and_its_rate_never_rises(trial: Trial, three_steps
     assert "lr_decay_steps was 3, is 6; the new one is used" in output
     rates = [row["lr"] for row in metrics(folder / "m")]
     assert len(rates) == 3 and rates == sorted(rates, reverse=True)
+
+
+def test_another_global_batch_size_is_refused_since_it_would_move_the_order(trial: Trial, three_steps: Path, folder: Path) -> None:
+    """Samples 0..23 are consumed, also a multiple of 4; but with drop_last the epochs of 8 and of 4 end at different places."""
+    command = ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", "training.lr_decay_style=cosine"]
+    outcome = run(folder, [*command, "training.global_batch_size=4"])
+    (line,) = outcome.errors()
+    assert outcome.codes == [2] and "with global_batch_size 8, " in line and "with global_batch_size 4, " in line
+
+
+def test_a_number_that_shows_in_no_shape_is_compared_with_the_checkpoint(trial: Trial, three_steps: Path, folder: Path) -> None:
+    """The tiny model's rms_norm_eps is 1e-6, as in the published ones."""
+    shutil.copytree(trial.hf, folder / "hf")
+    config = (folder / "hf" / "config.json").read_text()
+    assert '"rms_norm_eps": 1e-06' in config
+    (folder / "hf" / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    outcome = run(folder, ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", f"model.hf_dir={folder}/hf"])
+    (line,) = outcome.errors()
+    assert outcome.codes == [2] and f"text_decoder.layernorm_epsilon is 1e-05 but 1e-06 in {three_steps}" in line
 
 
 def test_a_finished_run_says_so(trial: Trial, three_steps: Path, folder: Path) -> None:

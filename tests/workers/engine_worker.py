@@ -174,6 +174,26 @@ def inner_states(engine: MegatronEngine) -> list[dict[str, Any]]:
     return [dict(state) for optimizer in inner for state in optimizer.state.values()]
 
 
+def literal_norm(case: dict[str, Any]) -> None:
+    """NVIDIA-NeMo/RL PR 3788: one replicated gradient of 3 and one of 4 that a single rank holds, or two stages each as a copy, have norm 5.
+
+    Counting replicas over two tensor-parallel ranks would give sqrt(2 * 9 + 16) = 5.83, counting tied copies over two stages
+    sqrt(9 + 2 * 16) = 6.40.
+    """
+    engine = make_engine(case)
+    gradients = {name: torch.zeros_like(weight) for name, weight in toy_weights(case.get("tied", True)).items()}
+    gradients["text.norm"][1] = 3.0
+    gradients["embed.weight"][0, 2] = 4.0
+    engine.forward_backward(toy_batches(MICRO_BATCHES)[engine.data_parallel_rank :: engine.data_parallel_size])
+    for _, placement, parameters in engine.chunks:
+        for block in placement.blocks:
+            values = 0.0 if block.canonical is None else gradients[block.canonical][block.canonical_slices]
+            parameters[block.local].main_grad[block.local_slices] = values
+    norm = engine.step(0.0).grad_norm
+    assert norm == 5.0, f"gradient norm {norm} instead of 5.0"
+    same_everywhere(norm, "gradient norm")
+
+
 def skip(case: dict[str, Any]) -> None:
     """A NaN in one micro-batch of one rank: all skip together, nothing changes, and the next step is as if it had not been."""
     engine = make_engine(case)
@@ -230,7 +250,7 @@ def refuses(case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    checks = {"train": train, "skip": skip, "precision": precision, "refuses": refuses}
+    checks = {"train": train, "skip": skip, "literal_norm": literal_norm, "precision": precision, "refuses": refuses}
     only = os.environ.get("ENGINE_CASE")
     for name, case in CASES[int(os.environ["WORLD_SIZE"])].items():
         if only and only not in name:

@@ -1,8 +1,9 @@
-"""Under torchrun: rank 1 meets a fault while the others wait for it. Usage: failure_worker.py collective|asleep."""
+"""Under torchrun: rank 1 meets a fault while the others wait for it. Usage: failure_worker.py collective|asleep|killed (the fault is a SIGKILL)."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -21,8 +22,10 @@ def action() -> int:
         dist.barrier()
         if os.environ["RANK"] == "1":
             print(f"failing at {time.time()}", flush=True)
+            if sys.argv[1] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise DataError("sample 7: broken picture; mend it")
-        if sys.argv[1] == "collective":
+        if sys.argv[1] != "asleep":
             dist.all_reduce(torch.ones(1))
         # As a collective that a lost connection does not end.
         time.sleep(60)

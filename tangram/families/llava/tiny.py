@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tangram.errors import ConfigError
 from tangram.families.tiny import CLIP_PIXELS, DEFAULT_SPEC, TinySpec, model_files
 
 REAL_VOCABULARY = 32064
@@ -76,6 +77,8 @@ def image_processor() -> dict[str, Any]:
 
 def write_tiny(out: Path, seed: int, tied: bool, spec: TinySpec = DEFAULT_SPEC, *, force: bool = False) -> None:
     """See ``TinyWriter``."""
+    if spec.max_pixels != DEFAULT_SPEC.max_pixels:
+        raise ConfigError(f"tiny model: llava takes pictures of one size, {IMAGE_SIDE} x {IMAGE_SIDE} pixels; leave max_pixels out")
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": token_ids(spec)[1]}
     with model_files(out, hf_config(spec, tied), image_processor(), tokens, seed, spec, force):
         pass

@@ -19,7 +19,7 @@ class Qwen3VisionEncoderConfig(VisionEncoderConfig):
 
     max_position_embeddings: int = Field(ge=1)
     """Rows of the position table: a square grid that is interpolated to the picture's."""
-    deepstack_visual_indexes: list[int] = Field(min_length=1)
+    deepstack_visual_indexes: list[int]
     """Global 0-based indexes of the blocks whose output a merger of their own brings to the first layers of the text decoder."""
 
     @model_validator(mode="after")

@@ -1,15 +1,15 @@
-# Sourced by finetune_*.sh, which set MODEL, HF_DIR, TP, PP, GRAD_ACC_STEP and DEVICES_PER_NODE; the environment may override any of them.
+# Sourced by the finetune_*.sh of every example, which set EXAMPLE (their folder), MODEL, HF_DIR, TP, PP, GRAD_ACC_STEP, DEVICES_PER_NODE and
+# NNODES; the environment may override any of them but EXAMPLE.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 MBS=${MBS:-1}
-DATA=${DATA:-examples/qwen2.5vl/data.json}
-TOOLS=${TOOLS:-examples/qwen2.5vl/tools.json}
+DATA=${DATA:-$EXAMPLE/data.json}
+TOOLS=${TOOLS:-$EXAMPLE/tools.json}
 LOAD=${LOAD:-$HF_DIR}
 SAVE=${SAVE:-save_dir}
 
