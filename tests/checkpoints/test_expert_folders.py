@@ -84,8 +84,8 @@ def test_another_number_of_expert_ranks_is_refused_with_both(tensors, tmp_path):
     write(tmp_path, tensors, expert=2)
     with pytest.raises(
         CheckpointError,
-        match=r"holds 2 ranks, tensor-parallel 1 x pipeline 1 x expert-parallel 2, but the run is tensor-parallel 1 x pipeline 1 x expert-parallel 4; "
-        r"2 of its folders are missing: mp_rank_00_002, mp_rank_00_003",
+        match=r"holds 2 ranks, tensor-parallel 1 x pipeline 1 x expert-parallel 2, "
+        r"but the run is tensor-parallel 1 x pipeline 1 x expert-parallel 4; 2 of its folders are missing: mp_rank_00_002, mp_rank_00_003",
     ):
         read(tmp_path, Topology.build(**NONE, expert=4), tensors)
 

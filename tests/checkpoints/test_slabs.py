@@ -118,9 +118,10 @@ def test_a_torch_file_of_more_than_four_gigabytes_opens(tmp_path):
     shape = (2**31 + 3,)
     layout = TorchFile("large", {"model": {"a": TensorInfo(shape, torch.bfloat16), "b": TensorInfo((2, 3), torch.float8_e4m3fn)}})
     path = tmp_path / "large.pt"
+    end, second = b"\x80\x3f" * 3, b"\x38" * 6  # ones
     with path.open("wb") as file:
         file.truncate(layout.size)
-        for offset, content in [*layout.fixed([0, zlib.crc32(b"\x38" * 6)]), (layout.offsets[0] + 2**32, b"\x80\x3f" * 3), (layout.offsets[1], b"\x38" * 6)]:
+        for offset, content in [*layout.fixed([0, zlib.crc32(second)]), (layout.offsets[0] + 2**32, end), (layout.offsets[1], second)]:
             file.seek(offset)
             file.write(content)
     state = torch.load(path, weights_only=True, mmap=True)["model"]
@@ -128,7 +129,7 @@ def test_a_torch_file_of_more_than_four_gigabytes_opens(tmp_path):
     assert state["b"].tolist() == [[1, 1, 1], [1, 1, 1]] and state["b"].dtype == torch.float8_e4m3fn
     with zipfile.ZipFile(path) as archive:
         assert archive.getinfo("large/data/0").file_size == 2**32 + 6
-        assert archive.read("large/data/1") == b"\x38" * 6
+        assert archive.read("large/data/1") == second
 
 
 def test_the_plan_is_what_gets_written(kit, tmp_path):
