@@ -16,18 +16,18 @@ from typing import Any, Literal
 
 import torch
 
-import tangram
 from tangram.checkpoints.conversion import topology_of, whole
 from tangram.checkpoints.find_split import chunks_of
 from tangram.checkpoints.kinds import ADAPTER_MANIFEST, has_rank_folders
 from tangram.checkpoints.lora_config import AdapterConfig, read_adapter_config
 from tangram.checkpoints.lora_table import PARTS, Linear, linears, local_modules, lora_table
+from tangram.checkpoints.manifest import SplitManifest
 from tangram.checkpoints.mp_rank import MMDirectory, Rank
 from tangram.checkpoints.options import ParallelOptions
 from tangram.checkpoints.rank_file import load_rank_file
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, files_identity
 from tangram.checkpoints.safetensors_io import SafetensorsFile
-from tangram.config.parsing import Section, parse_section, read_mapping
+from tangram.config.parsing import parse_section, read_mapping
 from tangram.errors import CheckpointError, ConfigError, name_some
 from tangram.families.base import Family, get_family
 from tangram.placement.canonical_form import PackedThirds
@@ -43,36 +43,10 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_[AB])\.weight")
 _LOCAL_KEY = re.compile(r"(.+)\.(lora_[AB])\.default\.weight")
 
 
-class AdapterManifest(Section):
+class AdapterManifest(SplitManifest):
     """Content of ``tangram_adapter.json`` in an ``mp_rank`` directory of an adapter."""
 
-    format_version: Literal[1] = 1
-    family: str
-    tensor_parallel: int
-    vision_tensor_parallel: int
-    expert_parallel: int
-    vit_pp_layers: list[list[int]]
-    llm_pp_layers: list[list[int]]
-    padded_vocab: int
     key_layout: KeyLayout
-    hf_config: dict[str, Any]
-    """config.json of the base."""
-    package_version: str = tangram.__version__
-
-    @property
-    def topology(self) -> Topology:
-        """The split that the directory was converted for.
-
-        Raises:
-            ConfigError: the lists are not those of a split.
-        """
-        return Topology(
-            tensor=self.tensor_parallel,
-            vision=tuple(map(tuple, self.vit_pp_layers)),
-            text=tuple(map(tuple, self.llm_pp_layers)),
-            expert=self.expert_parallel,
-            vision_tensor=self.vision_tensor_parallel,
-        )
 
 
 @dataclass(frozen=True)

@@ -21,34 +21,21 @@ from tangram.placement.topology import Topology
 MANIFEST = "tangram_manifest.json"
 
 
-class Manifest(Section):
-    """Content of ``tangram_manifest.json``."""
+class SplitManifest(Section):
+    """For which family and split a directory was written."""
 
     format_version: Literal[1] = 1
     family: str
     tensor_parallel: int
-    pipeline_parallel: int
-    virtual_pipeline: int
     vit_pp_layers: list[list[int]]
     llm_pp_layers: list[list[int]]
     expert_parallel: int = 1
     vision_tensor_parallel: int = 0
     """Of the vision encoder and the projector; 0: ``tensor_parallel``."""
-    canonical_form: bool = False
-    """Parameters are not fused; see ``tangram.placement.canonical_form``."""
-    vit_only: bool = False
-    """The vision encoder and the projector are there alone."""
-    tied: bool
-    """The head is the embedding."""
-    vocab_size: int
     padded_vocab: int
     """Rows of the word embedding over all tensor-parallel ranks."""
-    dtypes: dict[str, int]
-    """Canonical tensors per element type."""
     hf_config: dict[str, Any]
-    """config.json of the source."""
-    source: str
-    """``sha256:`` of the source's config and headers."""
+    """config.json of the source; of an adapter's base."""
     package_version: str = tangram.__version__
 
     @property
@@ -65,6 +52,24 @@ class Manifest(Section):
             expert=self.expert_parallel,
             vision_tensor=self.vision_tensor_parallel or None,
         )
+
+
+class Manifest(SplitManifest):
+    """Content of ``tangram_manifest.json``."""
+
+    pipeline_parallel: int
+    virtual_pipeline: int
+    canonical_form: bool = False
+    """Parameters are not fused; see ``tangram.placement.canonical_form``."""
+    vit_only: bool = False
+    """The vision encoder and the projector are there alone."""
+    tied: bool
+    """The head is the embedding."""
+    vocab_size: int
+    dtypes: dict[str, int]
+    """Canonical tensors per element type."""
+    source: str
+    """``sha256:`` of the source's config and headers."""
 
 
 def make_manifest(
