@@ -112,7 +112,7 @@ def align(
     dump: Path | None = None,
     tolerance: float | None = None,
     plugins: Sequence[str] = (),
-    checkpoint: Path | None = None,
+    checkpoint: Path | Sequence[Path] | None = None,
 ) -> list[Outcome]:
     """Compare the split model with Hugging Face's on one batch.
 
@@ -125,7 +125,8 @@ def align(
         dump: folder for the batch, and the logits and gradients of the last split.
         tolerance: None: that of ``dtype``, see ``TOLERANCES``.
         plugins: Python files or folders to import first; they register families and components.
-        checkpoint: training checkpoint whose weights the split model takes; that ``hf_dir`` is its faithful export is then what is shown.
+        checkpoint: a training checkpoint, or an ``mp_rank`` directory of the split, whose weights the split model takes; that ``hf_dir`` holds
+            the same model is then what is shown. One for all splits, or one for each.
 
     Raises:
         TangramError: the directory, split, or batch cannot be used, or a process failed.
@@ -136,9 +137,10 @@ def align(
             check_split(subject, split)
         batch, notes = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
+        weights = [checkpoint] * len(splits) if checkpoint is None or isinstance(checkpoint, Path) else list(checkpoint)
         tasks = [
-            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size, checkpoint=checkpoint)
-            for number, split in enumerate(splits)
+            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size, checkpoint=own)
+            for number, (split, own) in enumerate(zip(splits, weights, strict=True))
         ]
         with running(tasks, work) as process:
             expected = observe(load_reference(subject.directory, TORCH_DTYPES[dtype]), batch)

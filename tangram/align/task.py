@@ -95,7 +95,7 @@ class Task(Section):
     seed: int | None = None
     """None: start from the weights of ``hf_dir``; a number: from random weights."""
     checkpoint: str | None = None
-    """A training checkpoint whose weights stand in for those of ``hf_dir``, its export."""
+    """A training checkpoint, or an ``mp_rank`` directory of this split, whose weights stand in for those of ``hf_dir``."""
     batch: str
     """File of the batch."""
     micro_batch_size: int = Field(ge=1)

@@ -25,7 +25,9 @@ from tangram.backends.megatron.settings import DTYPES
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.fresh import initialize
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.kinds import kind_of_weights
 from tangram.checkpoints.load_hf import fill_all, load_hf
+from tangram.checkpoints.mp_rank import MMDirectory, load_mm
 from tangram.errors import TangramError
 from tangram.families.plugins import load_plugins
 from tangram.losses.modes import reduce_token_losses
@@ -114,7 +116,9 @@ def run_task(task: Task, rank: int) -> None:
 
 def _load(engine: MegatronEngine, task: Task) -> None:
     placements, parameters = [c.placement for c in engine.chunks], [c.parameters for c in engine.chunks]
-    if task.checkpoint is not None:
+    if task.checkpoint is not None and kind_of_weights(task.checkpoint) == "mp_rank directory":
+        load_mm(MMDirectory(task.checkpoint), placements, parameters, engine.topology, engine.model, cast=True)
+    elif task.checkpoint is not None:
         trained = DCPReader(task.checkpoint)
         check_names(list(trained.names()), list(engine.canonical_shapes), str(trained.folder))
         fill_all(placements, parameters, trained, str(trained.folder), cast=True)

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     text = "run one batch through transformers and through the split model; compare loss, logits and every gradient"
     parser = subparsers.add_parser("align", help=text, description=text, epilog=EPILOG)
     parser.add_argument("--hf", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
-    checkpoint = "training checkpoint whose weights the split model takes (those of --hf); proves that --hf is its export"
+    checkpoint = "training checkpoint, or mp_rank directory of this split, whose weights the split model takes; proves that --hf is the same model"
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=checkpoint)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (1)")
     parser.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline-parallel size (as --llm-pp-layers says, or 1)")

@@ -19,6 +19,8 @@ from tangram.align.observation import Observation, read_observation
 from tangram.align.reference import forward_arguments, load_reference, observe, token_loss
 from tangram.align.run import align, open_subject, prepare_batch
 from tangram.align.task import Split
+from tangram.checkpoints.convert import convert_hf_to_mm
+from tangram.checkpoints.options import HFOptions, ParallelOptions, ToMMOptions
 from tangram.errors import CheckpointError, ConfigError, PlacementError
 from tangram.families.base import get_family
 from tangram.families.tiny import TinySpec
@@ -63,6 +65,27 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: d
     assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
     assert dumped.logits.shape == (*batch["input_ids"].shape, 515) and dumped.gradients.keys() == names
     _a_wrong_gradient_is_found(dumped, batch["attention_mask"])
+
+
+CONVERTED = ["tensor", "tensor and pipeline", "virtual stages", "text from the third stage"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_model_loaded_from_a_converted_split_is_that_of_transformers(family: str, tmp_path: Path):
+    hf = tmp_path / "hf"
+    get_family(family).tiny(hf, 1, False, TinySpec(hidden=32, vocab=512, weight_std=0.1))
+    folders = []
+    for number, split in enumerate(SPLITS[name] for name in CONVERTED):
+        folders.append(tmp_path / f"mm{number}")
+        topology = split.topology(open_subject(hf, tmp_path).model)
+        parallel = ParallelOptions(
+            tp_size=split.tensor, vit_pp_layers=[list(row) for row in topology.vision], llm_pp_layers=[list(row) for row in topology.text]
+        )
+        convert_hf_to_mm(ToMMOptions(mm_dir=str(folders[-1]), hf_config=HFOptions(hf_dir=str(hf)), parallel_config=parallel), family)
+    for name, outcome in zip(CONVERTED, align(hf, [SPLITS[name] for name in CONVERTED], checkpoint=folders), strict=True):
+        assert outcome.report.passed, f"{name}: {outcome.report.failures}"
 
 
 @pytest.mark.slow
