@@ -135,8 +135,11 @@ def read_manifest(folder: Path) -> Manifest:
         odd = sorted(set(raw) ^ {entry.name for entry in fields(Manifest)})
         raise CheckpointError(f"{path}: damaged: keys {', '.join(odd)} are missing or unknown; use another checkpoint")
     for entry in fields(Manifest):
-        kind = _KINDS[str(entry.type).partition("[")[0]]
+        annotation, _, alternative = str(entry.type).partition(" | ")
+        kind = _KINDS[annotation.partition("[")[0]]
         value = raw[entry.name]
+        if value is None and alternative == "None":
+            continue
         negative = isinstance(value, int) and value < 0
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or negative:
             raise CheckpointError(f"{path}: damaged: {entry.name} is {value!r}, expected {_NAMES[kind]}; use another checkpoint")
