@@ -6,7 +6,8 @@ They are of no use here, and are replaced by empty objects; an object of any oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -43,11 +44,12 @@ def load_rank_file(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; convert again")
     try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except UnpicklingError as error:
-            with torch.serialization.safe_globals(_stand_ins(path, error)):
+        with _tensors_alone():
+            try:
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except UnpicklingError as error:
+                with torch.serialization.safe_globals(_stand_ins(path, error)):
+                    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError as error:
         raise CheckpointError(f"{path}: holds more than tensors and plain values, which is not loaded: {str(error).split('.')[0]}") from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
@@ -56,6 +58,17 @@ def load_rank_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds a {type(state).__name__} instead of a mapping with the model's tensors; convert again")
     return state
+
+
+@contextmanager
+def _tensors_alone() -> Iterator[None]:
+    """Forget what else may be loaded: megatron-core allows some of numpy's objects, which cannot be built from stand-ins for the others."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(allowed)
 
 
 def _stand_ins(path: Path, error: UnpicklingError) -> list[Any]:

@@ -71,11 +71,15 @@ def train(mm, step=100):
     (mm / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def test_what_training_left_beside_the_weights_is_passed_over(kit, tmp_path):
+@pytest.mark.parametrize("allowed", [[], [argparse.Namespace, np.ndarray, np.dtype]], ids=["alone", "after megatron-core"])
+def test_what_training_left_beside_the_weights_is_passed_over(allowed, kit, tmp_path):
+    """megatron-core allows those types, and more, once it is imported."""
     hf = kit.write_hf(tmp_path / "hf")
     kit.to_mm(hf, tmp_path / "mm", **SPLIT)
     train(tmp_path / "mm")
-    found = inspect(tmp_path / "mm")
+    with torch.serialization.safe_globals(allowed):
+        found = inspect(tmp_path / "mm")
+        assert set(torch.serialization.get_safe_globals()) >= set(allowed)
     assert (found.step, found.optimizer, found.problems) == (100, True, [])
     assert verify(open_checkpoint(tmp_path / "mm"), open_checkpoint(hf)).equal
 
