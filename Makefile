@@ -38,11 +38,11 @@ lint: $(VENV)/.installed  ## ruff, mypy, import-linter
 	$(VENV)/bin/lint-imports
 
 test: lint  ## lint, then every test
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-compat: $(COMPAT)/.installed  ## tests marked compat, with the oldest supported transformers
 	$(COMPAT)/bin/python -c 'import transformers as t; assert t.__version__ == "4.57.6", t.__version__'
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m compat
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m compat
 
 demo: $(VENV)/.installed  ## train and export a small model on four processes; look at runs/demo/report.html
 	$(VENV)/bin/tangram demo
