@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from tangram.checkpoints.dcp_blocks import MAX_PIECE_BYTES
 from tangram.checkpoints.dcp_state import model_key
+from tangram.checkpoints.engine import slabs
 from tangram.checkpoints.reader import CanonicalReader
 from tangram.placement.table import Shape
 
@@ -55,15 +56,7 @@ class SourceTensor(torch.Tensor):
         return f"SourceTensor({self.canonical}, {tuple(self.shape)}, {self.dtype})"
 
     def _pieces(self) -> Iterator[tuple[Shape, Shape]]:
-        """Start and shape of runs of whole rows."""
-        shape = tuple(self.shape)
-        if not shape:
-            yield (), ()
-            return
-        row_bytes = max(self.numel() * self.dtype.itemsize // max(shape[0], 1), 1)
-        step = max(MAX_PIECE_BYTES // row_bytes, 1)
-        for row in range(0, shape[0], step):
-            yield (row, *(0 for _ in shape[1:])), (min(step, shape[0] - row), *shape[1:])
+        return slabs(tuple(self.shape), self.dtype.itemsize, MAX_PIECE_BYTES)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties, size = TensorProperties(dtype=self.dtype), torch.Size(self.shape)
