@@ -13,10 +13,11 @@ from tangram.align.batch import IGNORE, Tensors
 from tangram.config.data import PreprocessParameters
 from tangram.config.model import ModelConfig
 from tangram.data.collate import Collator
-from tangram.data.dataset import Conversation
+from tangram.data.conversation import Conversation, Message
 from tangram.data.encode import EncodedSample, SampleEncoder
 from tangram.data.images import ImageProcessor
-from tangram.data.template import Message, get_template
+from tangram.data.media import Media, Medium
+from tangram.data.template import get_template
 from tangram.data.tokenizer import PAD, load_tokenizer
 from tangram.errors import ConfigError
 from tangram.families.base import Family
@@ -78,8 +79,8 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
     samples = [
         EncodedSample(id=number, input_ids=prompt + answer, labels=[IGNORE] * len(prompt) + answer) for number, (prompt, answer) in enumerate(rows)
     ]
-    samples[0].grids = grids
-    batch = Collator(family.rope_index, model, pad_id=0)(samples)
+    samples[0].images = [Medium(grid) for grid in grids]
+    batch = Collator(family.rope_index, model, pad_id=0)([[sample] for sample in samples])
     if vision:
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         batch["pixel_values"] = torch.randn(sum(h * w for _, h, w in grids), width, generator=generator)
@@ -113,12 +114,13 @@ def photo_batch(hf_dir: Path, family: Family, model: ModelConfig) -> Tensors:
         limits = PreprocessParameters(model_name_or_path=str(hf_dir), image_min_pixels=cell, image_max_pixels=PHOTO_CELLS * cell)
         images = ImageProcessor.from_config(limits, vision)
     tokenizer = load_tokenizer(hf_dir, model)
-    encode = SampleEncoder(tokenizer, get_template(family.template), images, cutoff=model.text_decoder.max_position_embeddings)
+    media = Media(images) if images else None
+    encode = SampleEncoder(tokenizer, get_template(family.template), media, cutoff=model.text_decoder.max_position_embeddings)
     samples = []
     for number, (photos, turns) in enumerate(rows):
         messages = [message for question, answer in turns for message in (Message("user", question), Message("assistant", answer))]
         paths = tuple(str(photo_folder() / name) for name in photos)
-        samples.append(encode(Conversation(number, f"sample {number}", None, tuple(messages), paths)))
+        samples.append([encode(Conversation(number, f"sample {number}", None, tuple(messages), paths))])
     return _tensors(Collator(family.rope_index, model, tokenizer.id(PAD))(samples))
 
 

@@ -133,20 +133,14 @@ MODEL: dict[Path, dict[str, Entry]] = {
     },
 }
 
-_VIDEO = NoEffect("videos are not supported yet")
 _ON_THE_FLY = NoEffect("samples are processed when they are needed, by num_workers of the run")
-_COLUMNS = ("videos", "audios", "prompt", "query", "response", "history", "tools", "chosen", "rejected", "observation_tag", "function_tag")
 
 DATA: dict[Path, dict[str, Entry]] = {
     ("dataset_param", "preprocess_parameters"): {
         "use_fast_tokenizer": Only((True,), "the fast tokenizer is used"),
         "split_special_tokens": _OFF,
         "image_resolution": NoEffect("image_max_pixels and image_min_pixels bound the size"),
-        "video_resolution": _VIDEO,
-        "video_max_pixels": _VIDEO,
-        "video_min_pixels": _VIDEO,
-        "video_fps": _VIDEO,
-        "video_maxlen": _VIDEO,
+        "video_resolution": NoEffect("video_max_pixels and video_min_pixels bound the size"),
         "image_do_pan_and_scan": _OFF,
         "crop_to_patches": _OFF,
         "use_audio_in_video": _OFF,
@@ -155,31 +149,21 @@ DATA: dict[Path, dict[str, Entry]] = {
         "fix_mistral_regex": _OFF,
     },
     ("dataset_param", "basic_parameters"): {
-        "cutoff_len": NoEffect("seq_length of the run is the cutoff"),
-        "cache_dir": NoEffect("nothing is cached"),
-        "overwrite_cache": NoEffect("nothing is cached"),
-        "enable_thinking": NoEffect("the template decides"),
-        "streaming": _OFF,
-        "preprocessing_batch_size": _ON_THE_FLY,
-        "preprocessing_num_workers": _ON_THE_FLY,
         "preprocess_on_fly": Only((True,), "samples are processed when they are needed"),
-        "async_preprocess": _OFF,
-        "async_preprocess_buffer_size": _NULL,
+        "async_preprocess": _ON_THE_FLY,
+        "async_preprocess_buffer_size": _ON_THE_FLY,
         "tool_format": _NULL,
-        "val_rate": _NULL,
-        "packing": _OFF,
-        "neat_packing": _OFF,
+        "neat_packing": NoEffect("samples that share a row never see each other"),
         "use_pmcc_data": _OFF,
     },
     ("dataset_param", "attr"): {
-        **dict.fromkeys(_COLUMNS, _NULL),
+        **dict.fromkeys(("audios", "chosen", "rejected"), _NULL),
         **dict.fromkeys(("packing", "ranking", "pretrain"), _OFF),
     },
     ("dataloader_param",): {
         "batch_size": NoEffect("micro_batch_size of the run is used"),
         "num_workers": NoEffect("num_workers of the run is used"),
         "seed": NoEffect("the run's seed is used"),
-        "prefetch_factor": NoEffect("the loader chooses"),
         "persistent_workers": NoEffect("workers always persist"),
         "data_sharding": _OFF,
         "priority_mode": _NULL,

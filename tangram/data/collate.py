@@ -13,7 +13,7 @@ RopeIndex = Callable[..., Any]
 
 
 class Collator:
-    """Pads rows on the right and lays out positions.
+    """Pads rows on the right and lays out positions. A row is one sample, or with packing several that do not see each other.
 
     Args:
         rope_index: the family's.
@@ -27,8 +27,11 @@ class Collator:
         self.pad_id = pad_id
         self.pad_to_multiple_of = pad_to_multiple_of
 
-    def __call__(self, rows: Sequence[EncodedSample]) -> dict[str, Any]:
+    def __call__(self, packed: Sequence[Sequence[EncodedSample]]) -> dict[str, Any]:
         """One micro-batch of ``b`` rows and ``s`` columns.
+
+        Args:
+            packed: the samples of each row.
 
         Returns:
             ``input_ids``, ``attention_mask`` (1 real, 0 padding), ``labels`` (not shifted, -100 where not learnt): int64 ``[b, s]``;
@@ -40,13 +43,14 @@ class Collator:
         """
         import torch
 
+        rows = [sample for row in packed for sample in row]
         longest = max(len(row.input_ids) for row in rows)
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
         def padded(values: list[list[int]], fill: int) -> torch.Tensor:
             return torch.tensor([row + [fill] * (length - len(row)) for row in values], dtype=torch.long)
 
-        grids = [grid for row in rows for grid in row.grids]
+        grids = [image.grid for row in rows for image in row.images]
         batch: dict[str, Any] = {
             "input_ids": padded([row.input_ids for row in rows], self.pad_id),
             "attention_mask": padded([[1] * len(row.input_ids) for row in rows], 0),
@@ -55,10 +59,10 @@ class Collator:
         }
         if grids:
             batch["image_grid_thw"] = torch.tensor(grids, dtype=torch.long)
-            if all(row.patches is not None for row in rows):
+            if all(row.image_pixels is not None for row in rows):
                 import numpy as np
 
-                batch["pixel_values"] = torch.from_numpy(np.concatenate([patches for row in rows for patches in row.patches or ()]))
+                batch["pixel_values"] = torch.from_numpy(np.concatenate([patches for row in rows for patches in row.image_pixels or ()]))
         batch["position_ids"] = self.rope_index(batch["input_ids"], batch["attention_mask"], batch.get("image_grid_thw"), self.model)
         return batch
 

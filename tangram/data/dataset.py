@@ -8,34 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from tangram.config.data import BasicParameters, DatasetAttr
+from tangram.data.conversation import IMAGE_PLACEHOLDER, Conversation, Message, Role
 from tangram.data.images import ImageProcessor
 from tangram.data.records import JsonRecords
-from tangram.data.template import Message, Role
 from tangram.errors import DataError
 
-IMAGE_PLACEHOLDER = "<image>"
 UNSUPPORTED_COLUMNS = ("videos", "audios")
 UNSUPPORTED_PLACEHOLDERS = ("<video>", "<audio>")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One sample, checked: messages alternate user, assistant, and hold as many placeholders as there are images."""
-
-    id: int
-    """Index in the dataset."""
-    where: str
-    """File and record, for messages."""
-    system: str | None
-    messages: tuple[Message, ...]
-    images: tuple[str, ...]
-    """Paths, media folder included."""
 
 
 class ConversationDataset:

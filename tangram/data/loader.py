@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tangram.config.run import RunConfig
@@ -11,7 +11,8 @@ from tangram.data.collate import Collator, get_collator
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import SampleEncoder
 from tangram.data.images import ImageProcessor
-from tangram.data.sampler import PADDING, GlobalOrder, micro_batches_of_rank
+from tangram.data.media import Media
+from tangram.data.sampler import PADDING, GlobalOrder, MicroBatch, Row
 from tangram.data.template import get_template
 from tangram.data.tokenizer import PAD, load_tokenizer
 from tangram.errors import ConfigError, DataError
@@ -20,7 +21,6 @@ from tangram.families.base import Family
 logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Any]
-Places = list[tuple[int, int]]
 
 
 class Reading(NamedTuple):
@@ -31,24 +31,24 @@ class Reading(NamedTuple):
 
 
 class MicroBatchSource:
-    """What a worker process holds: ``source[places]`` is the micro-batch of those (epoch, sample id) pairs."""
+    """What a worker process holds: ``source[rows]`` is the micro-batch of those rows."""
 
     def __init__(self, dataset: ConversationDataset, encoder: SampleEncoder, collator: Collator) -> None:
         self.dataset = dataset
         self.encoder = encoder
         self.collator = collator
 
-    def __getitem__(self, places: Places) -> dict[str, Any]:
-        return self.read(places).batch
+    def __getitem__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return self.read(rows).batch
 
-    def read(self, places: Places) -> Reading:
-        """The micro-batch of ``places``.
+    def read(self, rows: Sequence[Row]) -> Reading:
+        """The micro-batch of ``rows``.
 
         Raises:
             DataError: a sample that cannot be used.
         """
-        rows = [self.encoder.blank() if sample == PADDING else self.encoder(self.dataset[sample]) for _, sample in places]
-        return Reading(self.collator(rows), sum(row.turns_dropped for row in rows))
+        read = [[self.encoder.blank() if sample == PADDING else self.encoder(self.dataset[sample]) for _, sample in row] for row in rows]
+        return Reading(self.collator(read), sum(sample.turns_dropped for row in read for sample in row))
 
 
 class _FaultsAsValues:
@@ -57,9 +57,9 @@ class _FaultsAsValues:
     def __init__(self, source: MicroBatchSource) -> None:
         self.source = source
 
-    def __getitem__(self, places: Places) -> Reading | DataError:
+    def __getitem__(self, rows: Sequence[Row]) -> Reading | DataError:
         try:
-            return self.source.read(places)
+            return self.source.read(rows)
         except DataError as fault:
             return fault
 
@@ -129,7 +129,7 @@ class StepLoader:
             workers = {"prefetch_factor": self._prefetch_factor, "multiprocessing_context": self._start_method}
         loader: DataLoader[Any] = DataLoader(
             _FaultsAsValues(self.source),  # type: ignore[arg-type]
-            sampler=self._places(),
+            sampler=self._micro_batches(),
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
@@ -153,13 +153,12 @@ class StepLoader:
             logger.warning("samples %s: turns beyond the cutoff are left out; this is said once, and counted", reading.batch["sample_ids"])
         self.turns_dropped += reading.turns_dropped
 
-    def _places(self) -> Iterator[Places]:
-        """This rank's micro-batches, as places, from ``consumed`` on."""
-        size = self.order.global_batch_size
-        batch = self.consumed // size
-        while self.order.num_batches is None or batch < self.order.num_batches:
-            yield from micro_batches_of_rank(self.order.batch(batch * size, size), self._micro, self._rank, self._size)
-            batch += 1
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from ``consumed`` on."""
+        number = self.consumed // self.order.global_batch_size
+        while self.order.num_batches is None or number < self.order.num_batches:
+            yield from self.order.step(number, self._micro, self._rank, self._size)
+            number += 1
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -194,10 +193,11 @@ def build_source(run: RunConfig, family: Family, *, needs_pixels: bool = True, s
     basic = data.basic_parameters
     dataset = ConversationDataset.from_config(basic, data.attr, split)
     tokenizer = load_tokenizer(data.preprocess_parameters.model_name_or_path, model)
+    images = image_processor(run)
     encoder = SampleEncoder(
         tokenizer,
         get_template(basic.template or family.template),
-        image_processor(run),
+        Media(images) if images else None,
         run.training.seq_length,
         train_on_prompt=basic.train_on_prompt,
         mask_history=basic.mask_history,
@@ -230,12 +230,12 @@ def build_loader(
     source = build_source(run, family, needs_pixels=needs_pixels, split=split)
     loading, size = run.data.dataloader_param, global_batch_size(run, data_parallel_size)
     if split == "train":
-        order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, shuffle=loading.shuffle, drop_last=loading.drop_last)
+        order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, shuffle=loading.shuffle, drop_last=loading.tail_policy == "drop")
         if data_parallel_rank == 0 and order.dropped_per_epoch:
             logger.info("%d samples, global batch %d: dropped %d in each epoch", order.num_samples, size, order.dropped_per_epoch)
     else:
         order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, drop_last=False, repeat=False)
-    images = source.encoder.images
+    images = source.encoder.media.images if source.encoder.media else None
     if images and data_parallel_rank == 0:
         limits = (images.min_pixels, images.max_pixels, images.patch_size, images.merge_size)
         logger.info("images: min_pixels %d, max_pixels %d, patch_size %d, merge_size %d", *limits)
@@ -269,5 +269,5 @@ def check_data(run: RunConfig, data_parallel_size: int = 1, read_headers: bool =
             continue
         dataset = ConversationDataset.from_config(data.basic_parameters, data.attr, split)
         if split == "train":
-            GlobalOrder(len(dataset), global_batch_size(run, data_parallel_size), drop_last=run.data.dataloader_param.drop_last)
+            GlobalOrder(len(dataset), global_batch_size(run, data_parallel_size), drop_last=run.data.dataloader_param.tail_policy == "drop")
         dataset.check(images if read_headers else None)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tangram.errors import DataError
 
+Place = tuple[int, int]
+"""Epoch and sample id."""
+Row = tuple[Place, ...]
+"""The samples of one row; more than one where samples are packed."""
+MicroBatch = list[Row]
+
 PADDING = -1
 """Sample id of a place that no sample fills; it becomes a row without labels, which adds nothing to loss or gradients."""
 
@@ -49,7 +55,16 @@ class GlobalOrder:
         self._epoch = -1
         self._ids: list[int] | range = range(0)
 
-    def batch(self, start: int, count: int) -> list[tuple[int, int]]:
+    def step(self, number: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int) -> list[MicroBatch]:
+        """The micro-batches that a rank takes of global batch ``number``.
+
+        Runs of ``micro_batch_size`` places: r, r + DP, r + 2 DP, ... The set of micro-batches is thus the same at every data-parallel size.
+        """
+        places = self.batch(number * self.global_batch_size, self.global_batch_size)
+        starts = range(data_parallel_rank * micro_batch_size, len(places), data_parallel_size * micro_batch_size)
+        return [[(place,) for place in places[start : start + micro_batch_size]] for start in starts]
+
+    def batch(self, start: int, count: int) -> list[Place]:
         """Epoch and sample id of the places ``[start, start + count)``."""
         places = []
         for place in range(start, start + count):
@@ -75,14 +90,3 @@ class GlobalOrder:
         keys = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_samples)
         order: list[int] = np.argsort(keys, kind="stable").tolist()
         return order
-
-
-def micro_batches_of_rank(
-    places: list[tuple[int, int]], micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
-) -> list[list[tuple[int, int]]]:
-    """The runs of ``micro_batch_size`` places of one global batch that a rank takes: r, r + DP, r + 2 DP, ...
-
-    The set of micro-batches is thus the same at every data-parallel size.
-    """
-    starts = range(data_parallel_rank * micro_batch_size, len(places), data_parallel_size * micro_batch_size)
-    return [places[start : start + micro_batch_size] for start in starts]

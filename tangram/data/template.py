@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from tangram.data.conversation import Message
 from tangram.errors import ConfigError, suggest
-
-Role = Literal["user", "assistant"]
-
-
-@dataclass(frozen=True)
-class Message:
-    role: Role
-    content: str
 
 
 @dataclass(frozen=True)

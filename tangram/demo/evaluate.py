@@ -13,10 +13,11 @@ from tangram.align.reference import forward_arguments, load_reference
 from tangram.config.data import PreprocessParameters
 from tangram.config.parsing import read_mapping
 from tangram.data.collate import Collator
-from tangram.data.dataset import Conversation
+from tangram.data.conversation import Conversation, Message
 from tangram.data.encode import IGNORE, EncodedSample, SampleEncoder
 from tangram.data.images import ImageProcessor
-from tangram.data.template import Message, get_template
+from tangram.data.media import Media
+from tangram.data.template import get_template
 from tangram.data.tokenizer import PAD, TURN_END, load_tokenizer
 from tangram.demo.data import DemoData, Question
 from tangram.families.base import get_family
@@ -89,7 +90,7 @@ class Answerer:
         limits = PreprocessParameters(model_name_or_path=str(hf_dir), image_min_pixels=min_pixels, image_max_pixels=max_pixels)
         self.tokenizer = load_tokenizer(hf_dir, model)
         images = ImageProcessor.from_config(limits, model.image_encoder.vision_encoder)
-        self._encode = SampleEncoder(self.tokenizer, get_template(family.template), images, cutoff=model.text_decoder.max_position_embeddings)
+        self._encode = SampleEncoder(self.tokenizer, get_template(family.template), Media(images), cutoff=model.text_decoder.max_position_embeddings)
         self._collate = Collator(family.rope_index, model, self.tokenizer.id(PAD))
         self._end = self.tokenizer.id(TURN_END)
         self.model: Any = load_reference(hf_dir)
@@ -110,16 +111,16 @@ class Answerer:
         messages = (Message("user", f"<image>{question.text}"), Message("assistant", question.answer))
         sample = self._encode(Conversation(number, question.text, None, messages, (str(question.image),)))
         asked = next(place for place, label in enumerate(sample.labels) if label != IGNORE)
-        return EncodedSample(sample.id, sample.input_ids[:asked], [IGNORE] * asked, sample.grids, sample.patches)
+        return EncodedSample(sample.id, sample.input_ids[:asked], [IGNORE] * asked, sample.images, image_pixels=sample.image_pixels)
 
     @torch.no_grad()
     def _continue(self, prompts: Sequence[EncodedSample]) -> Iterator[str]:
         """The most likely continuation of every prompt up to the end of its turn."""
-        rows = [EncodedSample(p.id, list(p.input_ids), list(p.labels), p.grids, p.patches) for p in prompts]
+        rows = [EncodedSample(p.id, list(p.input_ids), list(p.labels), p.images, image_pixels=p.image_pixels) for p in prompts]
         said: list[list[int]] = [[] for _ in rows]
         open_rows = set(range(len(rows)))
         for _ in range(LONGEST_ANSWER):
-            batch = self._collate(rows)
+            batch = self._collate([[row] for row in rows])
             hidden = self.model.model(**forward_arguments(self.model, batch)).last_hidden_state
             last = batch["attention_mask"].sum(dim=1) - 1
             # The head runs on the last position of each row alone: its vocabulary is most of this model's work.

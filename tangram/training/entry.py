@@ -242,5 +242,5 @@ def _dataset_fingerprint(run: RunConfig, batch: int) -> str:
         path = Path(name.strip())
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
-    order = {"global_batch_size": batch, "shuffle": loading.shuffle, "drop_last": loading.drop_last, "max_samples": basic.max_samples}
+    order = {"global_batch_size": batch, "shuffle": loading.shuffle, "drop_last": loading.tail_policy == "drop", "max_samples": basic.max_samples}
     return f"sha256:{digest.hexdigest()} with {', '.join(f'{key} {value}' for key, value in order.items())}"

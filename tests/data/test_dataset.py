@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tangram.config.data import DatasetAttr
+from tangram.data.conversation import Message
 from tangram.data.dataset import ConversationDataset
-from tangram.data.template import Message
 from tangram.errors import DataError
 
 Record = Callable[..., dict[str, Any]]

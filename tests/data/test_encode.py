@@ -13,10 +13,11 @@ from PIL import Image
 
 from tangram.config.data import PreprocessParameters
 from tangram.config.model import ModelConfig
-from tangram.data.dataset import Conversation
+from tangram.data.conversation import Conversation, Message
 from tangram.data.encode import IGNORE, EncodedSample, SampleEncoder
 from tangram.data.images import ImageProcessor
-from tangram.data.template import Message, get_template
+from tangram.data.media import Media
+from tangram.data.template import get_template
 from tangram.data.tokenizer import Tokenizer, load_tokenizer
 from tangram.errors import ConfigError, DataError
 
@@ -30,7 +31,7 @@ def encoder(hf_dir: Path, tokenizer: Tokenizer, model: ModelConfig) -> Callable[
     images = ImageProcessor.from_config(preprocess, model.image_encoder.vision_encoder)
 
     def make(cutoff: int = 1000, template: Any = None, **kwargs: Any) -> SampleEncoder:
-        return SampleEncoder(tokenizer, template or get_template("qwen2vl"), kwargs.pop("images", images), cutoff, **kwargs)
+        return SampleEncoder(tokenizer, template or get_template("qwen2vl"), kwargs.pop("media", Media(images)), cutoff, **kwargs)
 
     return make
 
@@ -93,7 +94,8 @@ def test_an_answer_is_tokenised_as_the_model_would_write_it(encoder: Make, token
 def test_a_placeholder_becomes_one_token_per_merged_cell(encoder: Make, tokenizer: Tokenizer, picture: str) -> None:
     encoded = encoder()(sample("<image>\nWhat?", "Green.", images=(picture,)))
     assert "user\n<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>\nWhat?" in tokenizer.decode(encoded.input_ids)
-    assert encoded.grids == [(1, 4, 6)] and encoded.patches is not None and encoded.patches[0].shape == (24, 1176)
+    assert [image.grid for image in encoded.images] == [(1, 4, 6)]
+    assert encoded.image_pixels is not None and encoded.image_pixels[0].shape == (24, 1176)
     media = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
     whole = SYSTEM + "<|im_start|>user\n" + media + "\nWhat?<|im_end|>\n<|im_start|>assistant\nGreen.<|im_end|>\n"
     assert encoded.input_ids == tokenizer.encode(whole)
@@ -105,8 +107,8 @@ def test_each_placeholder_takes_the_next_picture(encoder: Make, tokenizer: Token
         sample("<image>?", "<image>.", "<image>!", "Yes.", images=(picture, photo("microaneurysms.png"), photo("microaneurysms.png")))
     )
     runs = [len(run.replace("<|image_pad|>", "x")) for run in re.findall(r"(?:<\|image_pad\|>)+", tokenizer.decode(encoded.input_ids))]
-    assert runs == [6, 16, 16] and encoded.grids == [(1, 4, 6), (1, 8, 8), (1, 8, 8)]
-    assert [len(patches) for patches in encoded.patches or ()] == [24, 64, 64]
+    assert runs == [6, 16, 16] and [image.grid for image in encoded.images] == [(1, 4, 6), (1, 8, 8), (1, 8, 8)]
+    assert [len(patches) for patches in encoded.image_pixels or ()] == [24, 64, 64]
 
 
 def test_media_tokens_in_an_answer_carry_no_label(encoder: Make, tokenizer: Tokenizer, picture: str) -> None:
@@ -121,7 +123,8 @@ def test_without_pixels_only_the_headers_are_read(encoder: Make, picture: str, p
     half.write_bytes(Path(photo("rocket.jpg")).read_bytes()[:40000])
     chat = sample("<image>", "a", images=(str(half),))
     encoded = encoder(needs_pixels=False)(chat)
-    assert encoded.patches is None and encoded.grids == encoder(needs_pixels=False)(sample("<image>", "a", images=(photo("rocket.jpg"),))).grids
+    assert encoded.image_pixels is None
+    assert encoded.images == encoder(needs_pixels=False)(sample("<image>", "a", images=(photo("rocket.jpg"),))).images
     with pytest.raises(DataError, match=r"half\.jpg: cannot decode.*data\.json, record 0"):
         encoder()(chat)
 
@@ -133,7 +136,7 @@ def test_whole_turns_are_dropped_from_the_end_with_their_images(encoder: Make, t
     assert exact.input_ids == whole.input_ids and exact.turns_dropped == 0
     got = encoder(cutoff=len(one_turn.input_ids) + 3)(chat)
     assert got.input_ids == one_turn.input_ids and got.labels == one_turn.labels
-    assert len(got.grids) == len(got.patches or []) == 1
+    assert len(got.images) == len(got.image_pixels or []) == 1
     assert got.turns_dropped == 2
     masked = encoder(cutoff=len(one_turn.input_ids) + 3, mask_history=True)(chat)
     assert learnt(tokenizer, masked) == "A1<|im_end|>"
@@ -165,7 +168,7 @@ def test_a_sample_that_teaches_nothing_is_an_error(encoder: Make) -> None:
 
 def test_images_for_a_model_without_eyes_are_an_error(encoder: Make, picture: str) -> None:
     with pytest.raises(DataError, match="holds 1 images but the model has no image_encoder"):
-        encoder(images=None)(sample("<image>", "a", images=(picture,)))
+        encoder(media=None)(sample("<image>", "a", images=(picture,)))
 
 
 def test_unknown_templates_are_refused_with_the_nearest() -> None:

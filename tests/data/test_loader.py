@@ -61,18 +61,18 @@ def test_the_micro_batch_contract(make_run: MakeRun, mixed_dataset: str) -> None
 def test_text_only_in_its_three_spellings_gives_the_same_row(make_run: MakeRun, mixed_dataset: str) -> None:
     run = make_run(mixed_dataset, micro_batch_size=1)
     source = build_source(run, FAMILY)
-    batches = [source[[(0, sample)]] for sample in (7, 8, 9)]
+    batches = [source[[((0, sample),)]] for sample in (7, 8, 9)]
     for batch in batches:
         assert "pixel_values" not in batch and "image_grid_thw" not in batch
         assert batch.pop("sample_ids")
         assert same(batch, batches[0])
-    both = source[[(0, 7), (0, 0)]]
+    both = source[[((0, 7),), ((0, 0),)]]
     assert both["image_grid_thw"].shape == (1, 3) and both["input_ids"].shape[0] == 2
 
 
 def test_every_row_of_tokens_is_padded_together() -> None:
     collate = Collator(FAMILY.rope_index, make_text_model(), pad_id=9, pad_to_multiple_of=8)
-    batch = collate([EncodedSample(0, list(range(13)), list(range(13))), EncodedSample(1, [1, 2], [-100, 2])])
+    batch = collate([[EncodedSample(0, list(range(13)), list(range(13)))], [EncodedSample(1, [1, 2], [-100, 2])]])
     assert all(batch[name].shape[-1] == 16 for name in ("input_ids", "labels", "attention_mask", "position_ids"))
     assert batch["labels"][1].tolist() == [-100, 2] + [-100] * 14
 
@@ -85,8 +85,8 @@ def make_text_model() -> Any:
 
 def test_positions_of_a_row_do_not_depend_on_its_neighbours(make_run: MakeRun, mixed_dataset: str) -> None:
     source = build_source(make_run(mixed_dataset), FAMILY)
-    alone = [source[[(0, sample)]] for sample in (0, 6, 7)]
-    together = source[[(0, 0), (0, 6), (0, 7)]]
+    alone = [source[[((0, sample),)]] for sample in (0, 6, 7)]
+    together = source[[((0, 0),), ((0, 6),), ((0, 7),)]]
     for row, batch in enumerate(alone):
         length = batch["input_ids"].shape[1]
         for name in ("input_ids", "labels"):
@@ -149,7 +149,7 @@ def test_validation_is_one_pass_and_padding_carries_no_label(make_run: MakeRun, 
     assert (steps[0][3]["labels"] == -100).all() and steps[0][3]["attention_mask"].sum() == 1
     ranks = [list(build_loader(run, FAMILY, rank, 2, split="valid")) for rank in range(2)]
     assert [len(rank[0]) for rank in ranks] == [2, 2]
-    both = build_source(run, FAMILY, split="valid")[[(0, 0), (0, -1)]]
+    both = build_source(run, FAMILY, split="valid")[[((0, 0),), ((0, -1),)]]
     assert both["pixel_values"].shape[0] == steps[0][0]["pixel_values"].shape[0]
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.data.sampler import PADDING, GlobalOrder, micro_batches_of_rank
+from tangram.data.sampler import PADDING, GlobalOrder
 from tangram.errors import DataError
 
 
@@ -44,16 +44,15 @@ def test_the_order_of_a_seed_never_changes() -> None:
 def test_data_parallel_ranks_take_disjoint_slices_of_the_same_step(shuffle: bool) -> None:
     order = GlobalOrder(10, 4, seed=0, shuffle=shuffle, drop_last=False)
     for step in range(6):
-        places = order.batch(step * 4, 4)
-        one = micro_batches_of_rank(places, 1, 0, 1)
-        two = [micro_batches_of_rank(places, 1, rank, 2) for rank in range(2)]
+        one = order.step(step, 1, 0, 1)
+        two = [order.step(step, 1, rank, 2) for rank in range(2)]
         assert sorted(m[0] for m in one) == sorted(m[0] for rank in two for m in rank)
         assert two[0] == one[0::2] and two[1] == one[1::2]
 
 
 def test_union_over_ranks_covers_every_sample_once_per_epoch() -> None:
     order = GlobalOrder(10, 2, seed=5, shuffle=True)
-    seen = [sample for step in range(5) for rank in range(2) for m in micro_batches_of_rank(order.batch(2 * step, 2), 1, rank, 2) for _, sample in m]
+    seen = [sample for step in range(5) for rank in range(2) for m in order.step(step, 1, rank, 2) for row in m for _, sample in row]
     assert sorted(seen) == list(range(10))
 
 
