@@ -147,7 +147,7 @@ class DataloaderParam(Section):
     tail: Tail | None = None
     """Samples at the end of an epoch that do not fill a global batch: left out (the default), filled up with empty rows, or with the next epoch."""
     token_budget: int | None = Field(default=None, ge=1)
-    """Most tokens of a micro-batch: each rank's samples of a global batch share as few rows as hold them. None: ``micro_batch_size`` rows."""
+    """Most tokens of a micro-batch: the samples of a global batch share as few micro-batches as hold them. None: ``micro_batch_size`` rows."""
     balance_vision: bool = False
     """Deal a global batch's micro-batches out so that all data-parallel ranks have about as many patches."""
     prefetch_factor: int = Field(default=4, ge=1)
@@ -163,6 +163,12 @@ class DataloaderParam(Section):
     def _tail_fits(self) -> DataloaderParam:
         if self.tail is not None and self.drop_last is not None and (self.tail == "drop") != self.drop_last:
             raise ValueError(f"tail {self.tail!r} and drop_last {str(self.drop_last).lower()} contradict each other: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _sampler_fits(self) -> DataloaderParam:
+        if self.sampler_type == "SequentialSampler" and self.shuffle:
+            raise ValueError("sampler_type SequentialSampler is file order, which shuffle true is not; set shuffle to false or use another sampler")
         return self
 
     @property
