@@ -165,12 +165,6 @@ class DataloaderParam(Section):
             raise ValueError(f"tail {self.tail!r} and drop_last {str(self.drop_last).lower()} contradict each other: give one of them")
         return self
 
-    @model_validator(mode="after")
-    def _sampler_fits(self) -> DataloaderParam:
-        if self.sampler_type == "SequentialSampler" and self.shuffle:
-            raise ValueError("sampler_type SequentialSampler is file order, which shuffle true is not; set shuffle to false or use another sampler")
-        return self
-
     @property
     def tail_policy(self) -> Tail:
         """``tail``, or what ``drop_last`` says of it."""

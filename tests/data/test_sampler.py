@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
 
-from tangram.config.data import DataloaderParam
 from tangram.data.sampler import PADDING, GlobalOrder, Order, Place
 from tangram.errors import DataError
 
@@ -112,9 +110,3 @@ def test_too_few_samples_are_an_error_with_both_numbers() -> None:
 def test_unequal_numbers_of_micro_batches_are_filled_up_with_empty_ones() -> None:
     steps = [GlobalOrder(8, 6).step(0, 4, rank, 4) for rank in range(4)]
     assert [[[sample for row in m for _, sample in row] for m in step] for step in steps] == [[[0, 1, 2, 3]], [[4, 5]], [[PADDING]], [[PADDING]]]
-
-
-def test_file_order_and_shuffling_exclude_each_other() -> None:
-    DataloaderParam(sampler_type="SequentialSampler")
-    with pytest.raises(ValidationError, match="SequentialSampler is file order, which shuffle true is not; set shuffle to false"):
-        DataloaderParam(sampler_type="SequentialSampler", shuffle=True)
