@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tangram.config.data import Tail
+from tangram.config.run import ParallelConfig, RunConfig
 from tangram.data.orders.balance import BalancedOrder
 from tangram.data.orders.budget import BudgetOrder
+from tangram.data.orders.choice import streaming_order, training_order
 from tangram.data.orders.grouped import BucketOrder, LengthGroupedOrder
 from tangram.data.orders.packed import PackedOrder
 from tangram.data.orders.streaming import StreamingOrder
@@ -56,6 +59,15 @@ def test_length_groups_are_sorted_within_a_window() -> None:
     assert [ids(order.rows(number)) for number in range(8)] == [
         [[10], [8]], [[1], [3]], [[0], [2]], [[5], [7]], [[6], [4]], [[9], [11]], [[14], [15]], [[12], [13]],
     ]  # fmt: skip
+
+
+def test_length_groups_begin_where_the_next_epochs_global_batches_do() -> None:
+    """By hand: the third global batch takes two samples of either epoch, and the fourth is sorted whole."""
+    order = LengthGroupedOrder(sizes_of(list(range(1, 11))), 4, tail="continue")
+    assert [[sample for (sample,) in ids(order.rows(number))] for number in range(5)] == [
+        [7, 6, 5, 4], [3, 2, 1, 0], [9, 8, 1, 0], [9, 8, 7, 6], [5, 4, 3, 2],
+    ]  # fmt: skip
+    assert [row[0][0] for row in order.rows(2)] == [0, 0, 1, 1]
 
 
 def test_shuffled_length_groups_pad_no_more_than_those_of_transformers() -> None:
@@ -120,6 +132,15 @@ def test_packed_rows_of_a_window_by_hand() -> None:
 def test_rows_filled_in_order_know_no_window() -> None:
     order = PackedOrder(sizes_of([6, 3, 4, 5, 1, 9, 2]), 2, 10, strategy="sequential", window=1, tail="pad")
     assert [ids(order.rows(number)) for number in range(2)] == [[[0, 1], [2, 3, 4]], [[5], [6]]]
+
+
+def test_every_epoch_packs_its_own_permutation() -> None:
+    """The samples of rows filled in order are those of the plain order, one after another, in both epochs."""
+    sizes = random_sizes(40, 1)
+    packed, plain = PackedOrder(sizes, 1, 100, strategy="sequential", seed=6, shuffle=True), GlobalOrder(40, 1, seed=6, shuffle=True)
+    want = [place for number in range(80) for row in plain.rows(number) for place in row]
+    got = [place for number in range(80) for row in packed.rows(number) for place in row]
+    assert got[:80] == want
 
 
 def test_packed_tails() -> None:
@@ -233,6 +254,60 @@ def test_one_pass_over_a_stream_ends(count: int, tail: Tail, batches: int) -> No
 def test_an_empty_stream_is_refused_at_once() -> None:
     with pytest.raises(DataError, match="0 samples"):
         StreamingOrder(Stream(0).has, 4)
+
+
+# Chosen by data.json
+
+
+@pytest.mark.parametrize(
+    ("basic", "loading", "want"),
+    [
+        ({}, {}, lambda sizes: GlobalOrder(11, 4, seed=9, shuffle=True)),
+        ({}, {"tail": "continue"}, lambda sizes: GlobalOrder(11, 4, seed=9, shuffle=True, tail="continue")),
+        ({}, {"drop_last": False}, lambda sizes: GlobalOrder(11, 4, seed=9, shuffle=True, tail="pad")),
+        ({}, {"sampler_type": "LengthGroupedSampler"}, lambda sizes: LengthGroupedOrder(sizes, 4, seed=9, shuffle=True)),
+        ({}, {"sampler_type": "BucketBatchSampler"}, lambda sizes: BucketOrder(sizes, 4, 2, seed=9, shuffle=True)),
+        ({}, {"balance_vision": True}, lambda sizes: BalancedOrder(GlobalOrder(11, 4, seed=9, shuffle=True), sizes.patches)),
+        ({}, {"token_budget": 120}, lambda sizes: BudgetOrder(GlobalOrder(11, 4, seed=9, shuffle=True), sizes, 120)),
+        (
+            {"packing": True},
+            {"token_budget": 120, "pad_to_multiple_of": 8},
+            lambda sizes: BudgetOrder(GlobalOrder(11, 4, seed=9, shuffle=True), sizes, 120, packing=True, pad_to_multiple_of=8),
+        ),
+        (
+            {"packing": True, "packing_strategy": "sequential"},
+            {"tail": "pad"},
+            lambda sizes: PackedOrder(sizes, 4, 100, strategy="sequential", seed=9, shuffle=True, tail="pad"),
+        ),
+        (
+            {"packing": True, "preprocessing_batch_size": 5},
+            {"tail": "pad", "pad_to_multiple_of": 8, "balance_vision": True},
+            lambda sizes: BalancedOrder(PackedOrder(sizes, 4, 100, window=5, pad_to_multiple_of=8, seed=9, shuffle=True, tail="pad"), sizes.patches),
+        ),
+    ],
+)
+def test_data_json_chooses_the_order(
+    make_run: Callable[..., RunConfig], basic: dict[str, Any], loading: dict[str, Any], want: Callable[[SampleSizes], Order]
+) -> None:
+    run = make_run("any.json", basic=basic, loading={"shuffle": True, **loading}, micro_batch_size=2, seed=9)
+    sizes = random_sizes(11, 2)
+    needed = bool(basic) or any(key in loading for key in ("sampler_type", "token_budget", "balance_vision"))
+    order, same = training_order(run, 4, 11, 100, sizes if needed else None), want(sizes)
+    assert type(order) is type(same)
+    assert [order.step(number, 2, 0, 1) for number in range(12)] == [same.step(number, 2, 0, 1) for number in range(12)]
+
+
+def test_interleaved_pipelines_get_their_multiple_of_micro_batches(make_run: Callable[..., RunConfig]) -> None:
+    run = make_run("any.json", loading={"token_budget": 120}, seed=9)
+    for virtual, multiple in ((None, 1), (2, 4)):
+        parallel = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=virtual)
+        assert len(training_order(run.model_copy(update={"parallel": parallel}), 1, 11, 100, random_sizes(11, 2)).step(0, 1, 0, 1)) == multiple
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "continue"])
+def test_a_streamed_dataset_keeps_its_tail(make_run: Callable[..., RunConfig], tail: Tail) -> None:
+    order = streaming_order(make_run("any.json", loading={"tail": tail}), 4, Stream(11).has)
+    assert [order.rows(number) for number in range(9)] == [GlobalOrder(11, 4, tail=tail).rows(number) for number in range(9)]
 
 
 # What holds of all orders

@@ -64,7 +64,11 @@ def test_dealing_puts_the_dearest_first_on_the_least_loaded_rank() -> None:
     """By hand: 9 | 8, then 7 to the second, 2 to the first, which is full at two each."""
     assert balanced([9, 7, 2, 8], 2) == [[0, 2], [1, 3]]
     assert balanced([9, 8, 7, 6, 3, 1], 2) == [[0, 3, 4], [1, 2, 5]], "18 and 16, in turn 19 and 15"
-    assert balanced([4, 4, 4, 4], 2) == [[0, 2], [1, 3]], "as good in turn"
+
+
+def test_where_that_is_worse_than_dealing_in_turn_it_is_not_done() -> None:
+    """By hand: 3, 3, 2, 2, 2 dearest first is 7 and 5, in turn 3 + 3 and 2 + 2 + 2."""
+    assert balanced([3, 2, 3, 2, 0, 2], 2) == [[0, 2, 4], [1, 3, 5]]
 
 
 def largest_over_mean(costs: list[int], shares: list[list[int]]) -> float:

@@ -59,8 +59,8 @@ class PackedOrder(EpochOrder):
         self.num_samples = len(sizes.tokens)
         self._check(sizes.tokens)
         # Sizes and room in units of what a sample is padded to.
-        self._room = max(1, cutoff // pad_to_multiple_of)
-        self._units = (-(-sizes.tokens // pad_to_multiple_of)).clip(max=self._room)
+        self._room = cutoff // pad_to_multiple_of
+        self._units = -(-sizes.tokens // pad_to_multiple_of)
         self._window = window if strategy == "knapsack" else self.num_samples
         self._packer = PACKERS[strategy]
         self._counts: dict[int, int] = {}

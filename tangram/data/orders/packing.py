@@ -15,7 +15,7 @@ def knapsack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     Of equal items the earlier goes first, of equally full rows the older is filled. So nothing is left to chance.
 
     Args:
-        sizes: of the items, from 1 to ``capacity``.
+        sizes: of the items, at least 1. One larger than ``capacity`` has a row of its own.
 
     Returns:
         The items of each row by number, ascending; rows in the order of their first items.
