@@ -103,6 +103,8 @@ class PackedOrder(EpochOrder):
         """The sample ids of an epoch row after row, int64 ``[samples]``, and where rows begin and end among them, int64 ``[rows + 1]``."""
         import numpy as np
 
+        if not self.shuffle:
+            epoch = 0  # All are alike.
         if self._packed is None or self._packed[0] != epoch:
             order = permutation(self.num_samples, self.seed, epoch) if self.shuffle else np.arange(self.num_samples)
             order = order[self._units[order] > 0]
