@@ -147,7 +147,7 @@ class DataloaderParam(Section):
     tail: Tail | None = None
     """Samples at the end of an epoch that do not fill a global batch: left out (the default), filled up with empty rows, or with the next epoch."""
     token_budget: int | None = Field(default=None, ge=1)
-    """Most tokens of a micro-batch: each rank's samples of a global batch share as few rows as hold them. None: ``micro_batch_size`` rows."""
+    """Most tokens of a micro-batch: the samples of a global batch share as few micro-batches as hold them. None: ``micro_batch_size`` rows."""
     balance_vision: bool = False
     """Deal a global batch's micro-batches out so that all data-parallel ranks have about as many patches."""
     prefetch_factor: int = Field(default=4, ge=1)

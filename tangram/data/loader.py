@@ -230,11 +230,11 @@ def build_loader(
     source = build_source(run, family, needs_pixels=needs_pixels, split=split)
     loading, size = run.data.dataloader_param, global_batch_size(run, data_parallel_size)
     if split == "train":
-        order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, shuffle=loading.shuffle, drop_last=loading.tail_policy == "drop")
+        order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, shuffle=loading.shuffle, tail=loading.tail_policy)
         if data_parallel_rank == 0 and order.dropped_per_epoch:
             logger.info("%d samples, global batch %d: dropped %d in each epoch", order.num_samples, size, order.dropped_per_epoch)
     else:
-        order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, drop_last=False, repeat=False)
+        order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, tail="pad", endless=False)
     images = source.encoder.media.images if source.encoder.media else None
     if images and data_parallel_rank == 0:
         limits = (images.min_pixels, images.max_pixels, images.patch_size, images.merge_size)
@@ -269,5 +269,5 @@ def check_data(run: RunConfig, data_parallel_size: int = 1, read_headers: bool =
             continue
         dataset = ConversationDataset.from_config(data.basic_parameters, data.attr, split)
         if split == "train":
-            GlobalOrder(len(dataset), global_batch_size(run, data_parallel_size), drop_last=run.data.dataloader_param.tail_policy == "drop")
+            GlobalOrder(len(dataset), global_batch_size(run, data_parallel_size), tail=run.data.dataloader_param.tail_policy)
         dataset.check(images if read_headers else None)

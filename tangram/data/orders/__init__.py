@@ -1,0 +1,1 @@
+"""Orders that need more than the number of samples."""
