@@ -144,7 +144,7 @@ def test_whole_turns_are_dropped_from_the_end_with_their_images(encoder: Make, t
 
 def test_a_first_turn_that_does_not_fit_is_an_error_with_the_numbers(encoder: Make, picture: str) -> None:
     needed = len(encoder()(sample("<image>Q", "A", images=(picture,))).input_ids)
-    message = rf"data\.json, record 0: the first turn takes {needed} tokens \(6 of images\) but the cutoff \(seq_length\) is {needed - 1}"
+    message = rf"data\.json, record 0: the first turn takes {needed} tokens \(6 of media\) but the cutoff \(cutoff_len, else seq_length\) is {needed - 1}"
     with pytest.raises(DataError, match=message):
         encoder(cutoff=needed - 1)(sample("<image>Q", "A", "Q2", "A2", images=(picture,)))
 
@@ -157,8 +157,8 @@ def test_media_tokens_written_out_are_an_error(encoder: Make, token: str) -> Non
 
 def test_a_sample_that_teaches_nothing_is_an_error(encoder: Make) -> None:
     class NoAnswers(type(get_template("qwen2vl"))):  # type: ignore[misc]
-        def turns(self, system: Any, messages: Any) -> Any:
-            return [[replace(piece, answer=False) for piece in turn] for turn in super().turns(system, messages)]
+        def turns(self, conversation: Conversation) -> Any:
+            return [[replace(piece, answer=False) for piece in turn] for turn in super().turns(conversation)]
 
     template = get_template("qwen2vl")
     silent = NoAnswers(**{name: getattr(template, name) for name in template.__dataclass_fields__})
@@ -172,7 +172,7 @@ def test_images_for_a_model_without_eyes_are_an_error(encoder: Make, picture: st
 
 
 def test_unknown_templates_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown template 'qwen2_vl' \(did you mean 'qwen2vl'\?\); known: qwen2vl"):
+    with pytest.raises(ConfigError, match=r"unknown template 'qwen2_vl' \(did you mean 'qwen2vl'\?\); known: default, llava"):
         get_template("qwen2_vl")
 
 
