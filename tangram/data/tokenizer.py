@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -60,12 +60,12 @@ class Tokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        """Ids of the joined text, dealt to the parts in which they begin."""
+        """Ids of the joined text, dealt to the parts in which they end."""
         found = self._fast.encode("".join(parts), add_special_tokens=False)
         ends = list(accumulate(map(len, parts)))
         dealt: list[list[int]] = [[] for _ in parts]
-        for token, (start, _) in zip(found.ids, found.offsets, strict=True):
-            dealt[min(bisect_right(ends, start), len(parts) - 1)].append(token)
+        for token, (_, end) in zip(found.ids, found.offsets, strict=True):
+            dealt[bisect_left(ends, max(end, 1))].append(token)
         return dealt
 
     @cached_property
