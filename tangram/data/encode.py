@@ -125,10 +125,18 @@ class SampleEncoder:
                 do not fit the media, media tokens written out in the text, or no label at all; the message names the sample.
         """
         encoded = self.tokens(sample)
+        self.add_pixels(encoded, sample)
+        return encoded
+
+    def add_pixels(self, encoded: EncodedSample, sample: Conversation) -> None:
+        """Read the pixels of the media that stand in ``encoded``, where pixels are wanted.
+
+        Raises:
+            DataError: a file that cannot be decoded.
+        """
         if self.media and self.needs_pixels:
             encoded.image_pixels = [self.media.image_pixels(path, sample.where) for path in sample.images[: len(encoded.images)]]
             encoded.video_pixels = [self.media.video_pixels(video, sample.where) for video in sample.videos[: len(encoded.videos)]]
-        return encoded
 
     def tokens(self, sample: Conversation) -> EncodedSample:
         """Encode one conversation without pixels; of media files only the headers are read.
@@ -269,7 +277,8 @@ class SampleEncoder:
                 ids[-1:] = self.tokenizer.encode_parts([parts[number - 1].text, part.text])
             else:
                 following = parts[number + 1] if number + 1 < len(parts) else None
-                ids.append([] if part.ids is not None or (following and following.joins) else self.tokenizer.encode(part.text))
+                later = part.ids is not None or not part.text or (following is not None and following.joins)
+                ids.append([] if later else self.tokenizer.encode(part.text))
         return ids
 
 
