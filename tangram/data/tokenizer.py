@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 TURN_START, TURN_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+LLAVA_IMAGE = "<image>"
+
+SETTINGS_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -25,18 +32,20 @@ class Tokenizer:
     Args:
         fast: the ``tokenizers`` object.
         where: the file it was read from, for messages.
+        special: texts of special tokens by their names in tokenizer_config.json, such as ``eos_token``.
     """
 
-    def __init__(self, fast: FastTokenizer, where: str = "tokenizer") -> None:
+    def __init__(self, fast: FastTokenizer, where: str = "tokenizer", special: Mapping[str, str] | None = None) -> None:
         self._fast = fast
         self.where = where
+        self.special = dict(special or {})
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``.
+        """Read ``tokenizer.json`` and, where it is there, the special tokens of ``tokenizer_config.json``.
 
         Raises:
-            ConfigError: the file is missing or damaged.
+            ConfigError: the first is missing, or one is damaged.
         """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
@@ -44,11 +53,35 @@ class Tokenizer:
                 f"{path}: no such file; model_name_or_path must name a folder with tokenizer.json "
                 "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it)"
             )
-        return _read(str(path.resolve()), path.stat().st_mtime_ns)
+        return cls(_read(str(path.resolve()), path.stat().st_mtime_ns), str(path), _special_tokens(Path(folder) / SETTINGS_FILE))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
+        """Ids of the joined text, dealt to the parts in which they end."""
+        found = self._fast.encode("".join(parts), add_special_tokens=False)
+        ends = list(accumulate(map(len, parts)))
+        dealt: list[list[int]] = [[] for _ in parts]
+        for token, (_, end) in zip(found.ids, found.offsets, strict=True):
+            dealt[bisect_left(ends, max(end, 1))].append(token)
+        return dealt
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether a text gets a space in front of it, as in Llama's vocabularies: its parts cannot be tokenised on their own then."""
+        return bool(self._fast.encode("a", add_special_tokens=False).tokens != ["a"])
+
+    @cached_property
+    def pad_id(self) -> int:
+        """Id that fills up rows: of ``<|endoftext|>``, or where the vocabulary has none of ``pad_token``, else of ``eos_token``.
+
+        Raises:
+            ConfigError: the vocabulary has none of them.
+        """
+        named = [self.special[name] for name in ("pad_token", "eos_token") if name in self.special]
+        return self.id(next((token for token in (PAD, *named) if self._fast.token_to_id(token) is not None), PAD))
 
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens included."""
@@ -89,14 +122,26 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=4)
-def _read(path: str, modified: int) -> Tokenizer:
+def _read(path: str, modified: int) -> FastTokenizer:
     """Read a tokenizer file once per process (a second or so for 150,000 tokens); ``modified`` makes a changed file another one."""
     from tokenizers import Tokenizer as FastTokenizer
 
     try:
-        return Tokenizer(FastTokenizer.from_file(path), path)
+        return FastTokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path}: not a tokenizer file: {' '.join(str(error).split())}") from None
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """Special tokens by name; each stands in the file as a text, as an object with its ``content``, or as null."""
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+        tokens = {name: raw[name] for name in SPECIAL_TOKENS if raw.get(name) is not None}
+        return {name: token if isinstance(token, str) else str(token["content"]) for name, token in tokens.items()}
+    except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: not a tokenizer's settings: {error}") from None
 
 
 def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
@@ -106,7 +151,9 @@ def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
         ConfigError: missing or damaged files, or ids that differ.
     """
     tokenizer = Tokenizer.from_folder(folder)
-    wanted = {VISION_START: model.vision_start_token_id, IMAGE: model.img_context_token_id, VIDEO: model.video_token_id}
+    # A model without a start token is a LLaVA.
+    image = LLAVA_IMAGE if model.vision_start_token_id is None else IMAGE
+    wanted = {VISION_START: model.vision_start_token_id, image: model.img_context_token_id, VIDEO: model.video_token_id}
     present = {token: number for token, number in wanted.items() if number is not None and model.image_encoder}
     tokenizer.check_ids(present, model.text_decoder.vocab_size)
     return tokenizer

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.config.hf_compare import differences
-from tangram.data.template import get_template
 from tangram.errors import ConfigError, DataError
-from tangram.families import get_family
 from tangram.families.llava import LLAVA
 from tangram.families.tiny import TinySpec
 from tests.conftest import TinyHF
@@ -150,8 +148,3 @@ def test_positions_count_real_tokens() -> None:
         LLAVA.rope_index(ids, mask, torch.tensor([[1, 2, 2]]), model)
     with pytest.raises(DataError, match="holds 1 videos"):
         LLAVA.rope_index(ids, mask, None, model, torch.tensor([[1, 2, 2]]))
-
-
-def test_there_is_no_template_and_that_is_said() -> None:
-    with pytest.raises(ConfigError, match="this model family has no chat template here"):
-        get_template(get_family("llava").template)

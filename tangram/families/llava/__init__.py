@@ -17,7 +17,7 @@ LLAVA = Family(
     tensor_table=tensor_table,
     config_class=LlavaConfig,
     rope_index=rope_index,
-    template=None,
+    template="llava",
     tiny=write_tiny,
     backends=(),
     # The tower's keys are vision_tower.vision_model.* on the hub and in transformers 4.57, vision_tower.* in files of 5.x.
