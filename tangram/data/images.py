@@ -4,10 +4,10 @@ How a picture is read, everywhere in Tangram:
 
 - EXIF orientation is not applied, as in transformers and LLaMA-Factory.
 - Of an animation, a TIFF of several pages or an MPO the first picture counts.
-- Palettes, grey, black and white, CMYK and YCbCr become RGB and an alpha channel is dropped, by ``PIL.Image.convert("RGB")``. (transformers
+- Palettes, grey, black and white, CMYK, YCbCr and Lab become RGB and an alpha channel is dropped, by ``PIL.Image.convert("RGB")``. (transformers
   4.57 does the same; 5.x composites transparent pictures onto white.)
 - Of a colour picture with 16 bits a channel Pillow reads the upper eight, as it does for transformers.
-- One-channel pictures of 16 or 32 bits are refused: ``convert`` would clip them to white. So are Lab pictures, which it cannot convert.
+- One-channel pictures of 16 or 32 bits are refused: ``convert`` would clip them to white.
 - A truncated file is an error; Pillow's ``LOAD_TRUNCATED_IMAGES`` is not touched. So is a picture of more than 178,956,970 pixels, twice
   Pillow's ``MAX_IMAGE_PIXELS``: a file of a few bytes can claim as many.
 - Pixel limits act once, in ``smart_resize``, with bicubic resampling. (MindSpeed-MM and LLaMA-Factory first shrink larger pictures to the limit
@@ -137,10 +137,9 @@ def open_image(path: str, where: str = "") -> Image.Image:
         raise DataError(f"{path}: {error}{of(where)}; shrink the picture or remove the sample") from None
     except Exception as error:  # damaged headers make Pillow's readers raise almost anything
         raise DataError(f"{path}: cannot open this image ({error or type(error).__name__}){of(where)}; replace the file") from None
-    refusal = _refusal(image.mode)
-    if refusal:
+    if image.mode.startswith(DEEP_MODES):
         image.close()
-        raise DataError(f"{path}: a picture of mode {image.mode!r} ({refusal}){of(where)}; save it as RGB with 8 bits")
+        raise DataError(f"{path}: a picture of mode {image.mode!r} (one channel, more than 8 bits){of(where)}; save it with 8 bits")
     return image
 
 
@@ -162,10 +161,3 @@ def decode_rgb(image: Image.Image, path: str, where: str = "") -> Image.Image:
 def of(where: str) -> str:
     """The sample at the end of a message."""
     return f", in {where}" if where else ""
-
-
-def _refusal(mode: str) -> str | None:
-    """Why pictures of this mode cannot be used; None: they can."""
-    if mode.startswith(DEEP_MODES):
-        return "one channel, more than 8 bits"
-    return "it has no conversion to RGB" if mode == "LAB" else None

@@ -120,6 +120,8 @@ class VideoFile:
 
     def _frames(self, indexes: Sequence[int]) -> Iterator[Any]:
         """The frames of these numbers, by seeking if the file allows it, else by decoding all up to the last."""
+        import av
+
         done = 0
         times = [packet.pts for packet in self._packets if packet.pts is not None]
         if len(set(times)) == len(self._packets):
@@ -128,33 +130,44 @@ class VideoFile:
                     yield frame
                     done += 1
                 return
-            except _Inexact:
+            except (_Inexact, av.FFmpegError):
+                # Not every key frame is a place to begin at: what follows it may refer to what lies before.
                 pass
-        yield from self._counted_through(indexes[done:])
+        try:
+            yield from self._counted_through(indexes[done:])
+        except av.FFmpegError as error:
+            raise self._error(f"cannot decode this video ({error.strerror})", "replace the file") from None
 
     def _sought(self, wanted: Sequence[int]) -> Iterator[Any]:
-        """The frames with these time stamps. From one to the next it is decoded on, unless a key frame lies between them."""
+        """The frames with these time stamps. From one to the next it is decoded on, unless a key frame lies between them.
+
+        Raises:
+            _Inexact, av.FFmpegError: it cannot be done so.
+        """
         keys = sorted((packet.pts, packet.dts) for packet in self._packets if packet.is_key and packet.pts is not None)
         with self._opened() as (container, stream):
-            frames = self._decoded(container, stream)
+            frames = container.decode(stream)
             last = None
             for pts in wanted:
                 place = bisect_right(keys, pts, key=lambda key: key[0]) - 1
                 if place > 0 and (last is None or keys[place][0] > last):
                     _, dts = keys[place]
                     container.seek(pts if dts is None else dts, stream=stream)
-                    frames = self._decoded(container, stream)
+                    frames = container.decode(stream)
                 frame = next((frame for frame in frames if frame.pts is None or frame.pts >= pts), None)
-                if frame is None or frame.pts != pts:
+                if frame is None or frame.pts != pts or frame.is_corrupt:
                     raise _Inexact
                 yield frame
                 last = pts
 
     def _counted_through(self, indexes: Sequence[int]) -> Iterator[Any]:
+        """The frames of these numbers; all up to the last are decoded."""
         left = list(reversed(indexes))
         number = -1
         with self._opened() as (container, stream):
-            for number, frame in enumerate(self._decoded(container, stream)):
+            for number, frame in enumerate(container.decode(stream)):
+                if frame.is_corrupt:
+                    raise self._error(f"frame {number} is damaged", "replace the file")
                 if left and number == left[-1]:
                     yield frame
                     left.pop()
@@ -162,22 +175,6 @@ class VideoFile:
                     return
         decoded = f"its header says {self.timeline.frames} frames but {number + 1} can be decoded"
         raise self._error(decoded, "the file is cut off or damaged: replace it")
-
-    def _decoded(self, container: Any, stream: Any) -> Iterator[Any]:
-        """Frames in the order in which they are shown.
-
-        Raises:
-            DataError: FFmpeg cannot decode one, or patched it up.
-        """
-        import av
-
-        try:
-            for frame in container.decode(stream):
-                if frame.is_corrupt:
-                    raise self._error(f"the frame at {frame.time} s is damaged", "replace the file")
-                yield frame
-        except av.FFmpegError as error:
-            raise self._error(f"cannot decode this video ({error.strerror})", "replace the file") from None
 
     @cached_property
     def _packets(self) -> list[Packet]:
@@ -242,15 +239,13 @@ def _from_packets(packets: Sequence[Packet], stream: Any) -> Timeline | None:
     base, rate = stream.time_base, stream.average_rate or stream.guessed_rate
     times = sorted(packet.pts for packet in packets if packet.pts is not None)
     timed = len(times) == len(packets)
-    duration = float(stream.duration * base) if stream.duration and stream.duration > 0 else 0.0
     if rate and (not timed or _is_even(times, rate * base)):
-        return Timeline(len(packets), duration or float(len(packets) / rate), float(rate))
+        return Timeline(len(packets), float(len(packets) / rate), float(rate))
     if not timed:
         return None
     span = times[-1] - times[0] + max(packets, key=lambda packet: packet.pts or 0).duration
-    duration = duration or float(span * base)
     seconds = tuple(float((time - times[0]) * base) for time in times)
-    return Timeline(len(packets), duration, seconds=seconds) if duration > 0 else None
+    return Timeline(len(packets), float(span * base), seconds=seconds) if span > 0 else None
 
 
 def _is_even(times: Sequence[int], per_tick: Fraction) -> bool:
