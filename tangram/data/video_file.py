@@ -8,8 +8,8 @@ How a video is read, everywhere in Tangram:
 - Frames that an edit list cuts off, and hidden frames of VP8, do not count.
 - Where the rate varies, a frame's time is its own time stamp, counted from the first frame's. Where every frame lies within a tick of the time
   base where the average rate puts it, it is its number over the rate, as in transformers.
-- A frame that FFmpeg would patch up from its neighbours because its data are damaged is an error, and so is a file that holds more or fewer
-  frames than its header says: a video is read whole or not at all.
+- A frame that FFmpeg would patch up from its neighbours because its data are damaged is an error where it is decoded: if it is taken, or lies
+  between the key frame before and one that is. So is a file that holds more or fewer frames than its header says.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 ATTACHED_PICTURE = 0x400
 """FFmpeg's AV_DISPOSITION_ATTACHED_PIC."""
+TELL_DURATION = ("matroska,webm", "flv")
+"""FFmpeg's names of containers that tell no number of frames but a duration; of the others without one FFmpeg guesses it from the end of the file."""
+SLACK = 1.0
+"""Seconds by which such a duration may be wrong."""
 VP8_SHOWN = 0x10
 """Bit of a VP8 frame's first byte: the frame is shown (RFC 6386, section 9.1)."""
 
@@ -80,7 +84,6 @@ class VideoFile:
         self.where = where
         with self._opened() as (_, stream):
             self.width, self.height = int(stream.width), int(stream.height)
-            self._counted = int(stream.frames)
             self._timeline_of_header = _from_header(stream)
 
     @cached_property
@@ -111,7 +114,7 @@ class VideoFile:
 
         if len(self._packets) != self.timeline.frames:
             counts = f"its header says {self.timeline.frames} frames but the file holds {len(self._packets)}"
-            raise self._error(counts, "the file is cut off or damaged: replace it")
+            raise self._error(counts, "write the file anew")
         for index, frame in zip(indexes, self._frames(indexes), strict=True):
             if (frame.width, frame.height) != (self.width, self.height):
                 sizes = f"frame {index} is {frame.width} x {frame.height} but the header says {self.width} x {self.height}"
@@ -154,10 +157,7 @@ class VideoFile:
                     _, dts = keys[place]
                     container.seek(pts if dts is None else dts, stream=stream)
                     frames = container.decode(stream)
-                frame = next((frame for frame in frames if frame.pts is None or frame.pts >= pts), None)
-                if frame is None or frame.pts != pts or frame.is_corrupt:
-                    raise _Inexact
-                yield frame
+                yield _next_at(pts, frames)
                 last = pts
 
     def _counted_through(self, indexes: Sequence[int]) -> Iterator[Any]:
@@ -178,19 +178,46 @@ class VideoFile:
 
     @cached_property
     def _packets(self) -> list[Packet]:
-        """Those of all frames that are shown, in the order of the file."""
+        """Those of all frames that are shown, in the order of the file.
+
+        Raises:
+            DataError: the file ends before its header says, or the container marks a packet as damaged.
+        """
         import av
 
+        shown: list[Packet] = []
+        count, end = 0, 0.0
         with self._opened() as (container, stream):
             hides = stream.codec_context.name == "vp8"
             try:
-                return [
-                    Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe)
-                    for packet in container.demux(stream)
-                    if packet.size and not packet.is_discard and not (hides and not bytes(packet)[0] & VP8_SHOWN)
-                ]
+                for packet in container.demux():
+                    if not packet.size:
+                        continue
+                    end = max(end, float(((packet.pts or 0) + (packet.duration or 0)) * packet.time_base))
+                    if packet.stream_index != stream.index:
+                        continue
+                    if packet.is_corrupt:
+                        raise self._error(f"the data of frame {count} are damaged or cut off", "replace the file")
+                    count += 1
+                    if not packet.is_discard and not (hides and not bytes(packet)[0] & VP8_SHOWN):
+                        shown.append(Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe))
             except av.FFmpegError as error:
                 raise self._error(f"cannot read this video ({error.strerror})", "replace the file") from None
+            self._check_end(container, stream, count, end)
+        return shown
+
+    def _check_end(self, container: Any, stream: Any, count: int, end: float) -> None:
+        """Compare what was read with what the header says of the whole file.
+
+        Args:
+            count: frames, hidden ones included.
+            end: seconds, of all streams.
+        """
+        mend = "the file is cut off or damaged: replace it"
+        if count < stream.frames:
+            raise self._error(f"its header says {stream.frames} frames but the file holds {count}", mend)
+        if container.format.name in TELL_DURATION and container.duration and end + SLACK < container.duration / 1e6:
+            raise self._error(f"its header says {container.duration / 1e6:.2f} s but the file ends after {end:.2f} s", mend)
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
@@ -200,7 +227,8 @@ class VideoFile:
         if not Path(self.path).is_file():
             raise DataError(f"{self.path}: no such video file{of(self.where)}")
         try:
-            container = av.open(self.path)
+            # Titles in an unknown encoding are no fault of the video.
+            container = av.open(self.path, options={"err_detect": "explode"}, metadata_errors="ignore")
         except av.FFmpegError as error:
             raise self._error(f"cannot open this video ({error.strerror})", "replace the file") from None
         with container:
@@ -209,6 +237,8 @@ class VideoFile:
                 kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none"
                 raise self._error(f"holds no video; its streams: {kinds}", "replace the file or remove the sample")
             context = streams[0].codec_context
+            if context is None:
+                raise self._error("is in a coding that this build of FFmpeg cannot decode", "write the file anew, as mp4 with H.264")
             # Workers read several videos at once already, and one thread reports a fault with the frame that has it.
             context.thread_count = 1
             # Else damaged frames are patched up from their neighbours and nothing is said.
@@ -217,6 +247,20 @@ class VideoFile:
 
     def _error(self, what: str, mend: str) -> DataError:
         return DataError(f"{self.path}: {what}{of(self.where)}; {mend}")
+
+
+def _next_at(pts: int, frames: Iterator[Any]) -> Any:
+    """The frame with this time stamp; those before it are passed over.
+
+    Raises:
+        _Inexact: there is none, or one of them is damaged, so that what follows may be.
+    """
+    for frame in frames:
+        if frame.is_corrupt or frame.pts is None or frame.pts > pts:
+            break
+        if frame.pts == pts:
+            return frame
+    raise _Inexact
 
 
 def _from_header(stream: Any) -> Timeline | None:
