@@ -197,7 +197,8 @@ class VideoFile:
                     if packet.stream_index != stream.index:
                         continue
                     if packet.is_corrupt:
-                        raise self._error(f"the data of frame {count} are damaged or cut off", "replace the file")
+                        number = f"{count} of {stream.frames}" if stream.frames else f"{count}"
+                        raise self._error(f"the data of frame {number} are damaged or cut off", "replace the file")
                     count += 1
                     if not packet.is_discard and not (hides and not bytes(packet)[0] & VP8_SHOWN):
                         shown.append(Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe))

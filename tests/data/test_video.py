@@ -320,7 +320,7 @@ class TestFiles:
 
 
 class TestFaults:
-    """Each names path and sample, and no part of the video comes through."""
+    """Each names path and sample."""
 
     def fails(self, make: Make, path: Path | str, message: str, *, header: bool = True) -> None:
         video = Video((str(path),))
@@ -342,22 +342,49 @@ class TestFaults:
         self.fails(make, sound, "holds no video; its streams: audio")
 
     def test_no_frames(self, make: Make, tmp_path: Path) -> None:
-        source = write_video(tmp_path / "v.mkv", frames=4)
-
-        def nothing(packet: Any) -> None:
-            packet.dts = packet.pts = None
-
-        path = tmp_path / "none.mkv"
-        with av.open(source) as old, av.open(str(path), "w") as new:
-            new.add_stream_from_template(old.streams.video[0])
-            new.start_encoding()
+        """A file of fragments that has none yet."""
+        path = copy_packets(write_video(tmp_path / "v.mp4", frames=4), tmp_path / "none.mp4", movflags="frag_keyframe+empty_moov")
+        data = Path(path).read_bytes()
+        Path(path).write_bytes(data[: data.find(b"moof") - 4])
         self.fails(make, path, "holds no video frames")
 
     def test_a_file_cut_off_behind_its_header(self, make: Make, tmp_path: Path) -> None:
+        """In the middle of a frame, and between two."""
         whole = copy_packets(clip("bikes.mp4"), tmp_path / "whole.mp4", movflags="faststart")
-        data = Path(whole).read_bytes()
-        (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
-        self.fails(make, tmp_path / "cut.mp4", r"its header says 250 frames but the file holds \d+, in .*; the file is cut off or damaged", header=False)
+        with av.open(whole) as container:
+            place, size = next((packet.pos, packet.size) for number, packet in enumerate(container.demux(video=0)) if number == 116)
+        path = tmp_path / "cut.mp4"
+        path.write_bytes(Path(whole).read_bytes()[: place + size // 2])
+        assert make().medium(Video((str(path),))).grid == (10, 10, 28)
+        self.fails(make, path, "the data of frame 116 of 250 are damaged or cut off, in .*; replace the file", header=False)
+        path.write_bytes(Path(whole).read_bytes()[:place])
+        self.fails(make, path, "its header says 250 frames but the file holds 116, in .*; the file is cut off or damaged: replace it", header=False)
+
+    @pytest.mark.parametrize(
+        ("kind", "message"),
+        [
+            ("mkv", r"its header says 2\.40 s but the file ends after [01]\.\d\d s, in .*; the file is cut off or damaged: replace it"),
+            ("flv", r"the data of frame \d+ are damaged or cut off, in .*; replace the file"),
+            ("mp4", r"the data of frame \d+ are damaged or cut off, in .*; replace the file"),
+            ("avi", r"the data of frame \d+ of 60 are damaged or cut off, in .*; replace the file"),
+        ],
+    )
+    def test_a_cut_off_file_without_an_index(self, make: Make, tmp_path: Path, kind: str, message: str) -> None:
+        path = Path(write_video(tmp_path / f"v.{kind}", codec="flv" if kind == "flv" else "mpeg4"))
+        if kind == "mp4":
+            path = Path(copy_packets(str(path), tmp_path / "fragments.mp4", movflags="frag_keyframe+empty_moov"))
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 6 // 10])
+        self.fails(make, path, message)
+
+    def test_fewer_frames_than_the_header_of_an_avi_says(self, make: Make, tmp_path: Path) -> None:
+        """Its list of frames ends where the number of frames in its header says that there are more."""
+        path = Path(write_video(tmp_path / "v.avi", codec="mjpeg", frames=10))
+        data = bytearray(path.read_bytes())
+        length = data.find(b"vids") + 32
+        assert struct.unpack("<I", data[length : length + 4]) == (10,)
+        data[length : length + 4] = struct.pack("<I", 12)
+        path.write_bytes(data)
+        self.fails(make, path, "its header says 12 frames but the file holds 10")
 
     def test_a_file_cut_off_before_its_header(self, make: Make, tmp_path: Path) -> None:
         data = Path(clip("bikes.mp4")).read_bytes()
@@ -365,12 +392,19 @@ class TestFaults:
         self.fails(make, tmp_path / "cut.mp4", "cannot open this video")
 
     def test_a_damaged_frame_is_not_patched_up(self, make: Make, tmp_path: Path) -> None:
+        """Frame 97 of 250, which FFmpeg makes from its neighbours."""
         data = bytearray(Path(clip("bikes.mp4")).read_bytes())
         data[200000:200400] = bytes(range(200)) * 2
         path = tmp_path / "damaged.mp4"
         path.write_bytes(data)
-        assert len(every_frame(str(path))) == 250, "FFmpeg alone says nothing"
-        self.fails(make, path, "cannot decode this video|is damaged", header=False)
+        good, patched = every_frame(clip("bikes.mp4")), every_frame(str(path))
+        assert len(patched) == 250 and not np.array_equal(good[97], patched[97])
+        self.fails(make, path, "frame 97 is damaged, in data, record 7; replace the file", header=False)
+
+    def test_a_coding_without_a_decoder(self, make: Make, tmp_path: Path) -> None:
+        path = Path(write_video(tmp_path / "v.avi", codec="mpeg4", frames=4))
+        path.write_bytes(path.read_bytes().replace(b"FMP4", b"ZZZZ"))
+        self.fails(make, path, "is in a coding that this build of FFmpeg cannot decode")
 
     def test_frames_of_another_size_than_the_header_says(self, make: Make, tmp_path: Path) -> None:
         small, large = (write_video(tmp_path / f"{side}.h264", frames=20, size=(side, side)) for side in (48, 64))
