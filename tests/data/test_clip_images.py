@@ -83,7 +83,6 @@ def test_patches_are_those_of_transformers_bit_for_bit(media: Media, photo: Phot
     assert np.array_equal(patches, in_raster_order(theirs, 14))
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("size", [(1, 1), (200, 1), (1, 200), (336, 337), (337, 336), (335, 501), (336, 336)])
 def test_strange_sizes_are_those_of_transformers(media: Media, tmp_path: Path, size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)

@@ -279,9 +279,7 @@ def test_the_limits_of_the_run_are_in_force_not_those_of_the_folder(processor: M
 
 
 @pytest.mark.parametrize(("patch_size", "high"), [(14, 156800), (16, 204800)])
-def test_a_large_picture_has_as_many_patches_as_in_transformers(
-    hf_dir: Path, model: ModelConfig, tmp_path: Path, patch_size: int, high: int
-) -> None:
+def test_a_large_picture_has_as_many_patches_as_in_transformers(hf_dir: Path, model: ModelConfig, tmp_path: Path, patch_size: int, high: int) -> None:
     assert model.image_encoder is not None
     path = tmp_path / "hd.png"
     Image.new("RGB", (1920, 1080)).save(path)

@@ -48,7 +48,13 @@ Make = Callable[..., VideoProcessor]
 
 
 def write_video(
-    path: Path, codec: str = "libx264", frames: int = 60, rate: int = 25, times: Sequence[int] | None = None, size: tuple[int, int] = (64, 48), **options: str
+    path: Path,
+    codec: str = "libx264",
+    frames: int = 60,
+    rate: int = 25,
+    times: Sequence[int] | None = None,
+    size: tuple[int, int] = (64, 48),
+    **options: str,
 ) -> str:
     """A video whose frame n is grey, 4 * n bright, with a white mark that moves; ``times`` in milliseconds make its rate vary."""
     base = Fraction(1, 1000) if times else Fraction(1, rate)
@@ -157,11 +163,14 @@ class TestChoice:
         for count in (2, 40):
             medium = make(video_num_frames=count, video_max_pixels=28 * 28 * 12, video_min_pixels=0).medium(Video((path,)))
             assert medium.grid == (count // 2, 6, 8)
-        assert make(video_min_pixels=28 * 28 * 100, video_max_pixels=28 * 28 * 200).medium(Video((clip("carphone_pristine.mp4"),))).grid[1:] == (20, 24)
+        larger = make(video_min_pixels=28 * 28 * 100, video_max_pixels=28 * 28 * 200).medium(Video((clip("carphone_pristine.mp4"),)))
+        assert larger.grid[1:] == (20, 24)
 
 
 class TestPatches:
-    @pytest.mark.parametrize(("case", "name", "patch_size", "count"), [("qwen2_vl", "bikes.mp4", 14, 5), ("qwen3_vl", "carphone_pristine.mp4", 16, 4)])
+    @pytest.mark.parametrize(
+        ("case", "name", "patch_size", "count"), [("qwen2_vl", "bikes.mp4", 14, 5), ("qwen3_vl", "carphone_pristine.mp4", 16, 4)]
+    )
     def test_patches_are_within_a_step_of_those_of_transformers(
         self, hf_dir: Path, model: ModelConfig, tmp_path: Path, case: str, name: str, patch_size: int, count: int
     ) -> None:
@@ -413,7 +422,8 @@ class TestFaults:
         self.fails(make, path, r"frame \d+ is 64 x 64 but the header says 48 x 48", header=False)
 
     def test_frames_too_thin(self, make: Make, tmp_path: Path) -> None:
-        self.fails(make, write_video(tmp_path / "thin.mp4", frames=2, size=(2, 402), codec="libx264"), "its sides 2 x 402 are to each other as 201.00 to 1")
+        path = write_video(tmp_path / "thin.mp4", frames=2, size=(2, 402))
+        self.fails(make, path, "its sides 2 x 402 are to each other as 201.00 to 1")
 
 
 class TestFrameLists:
