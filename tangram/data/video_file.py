@@ -9,7 +9,9 @@ How a video is read, everywhere in Tangram:
 - Where the rate varies, a frame's time is its own time stamp, counted from the first frame's. Where every frame lies within a tick of the time
   base where the average rate puts it, it is its number over the rate, as in transformers.
 - A frame that FFmpeg would patch up from its neighbours because its data are damaged is an error where it is decoded: if it is taken, or lies
-  between the key frame before and one that is. So is a file that holds more or fewer frames than its header says.
+  between the key frame before and one that is. So is a file that holds more or fewer frames than its header says, or ends before its duration.
+  What coding and container do not tell cannot be told here: VP8 and VP9 decode most damage to other pictures, and a cut off MPEG-TS or GIF has
+  no header to compare with.
 """
 
 from __future__ import annotations
@@ -233,18 +235,18 @@ class VideoFile:
         except av.FFmpegError as error:
             raise self._error(f"cannot open this video ({error.strerror})", "replace the file") from None
         with container:
-            streams = [stream for stream in container.streams.video if not stream.disposition & ATTACHED_PICTURE]
-            if not streams:
-                kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none"
-                raise self._error(f"holds no video; its streams: {kinds}", "replace the file or remove the sample")
-            context = streams[0].codec_context
+            kinds = ["cover picture" if stream.disposition & ATTACHED_PICTURE else stream.type for stream in container.streams]
+            if "video" not in kinds:
+                raise self._error(f"holds no video; its streams: {', '.join(kinds) or 'none'}", "replace the file or remove the sample")
+            stream = container.streams[kinds.index("video")]
+            context = stream.codec_context
             if context is None:
                 raise self._error("is in a coding that this build of FFmpeg cannot decode", "write the file anew, as mp4 with H.264")
             # Workers read several videos at once already, and one thread reports a fault with the frame that has it.
             context.thread_count = 1
             # Else damaged frames are patched up from their neighbours and nothing is said.
             context.options = {"err_detect": "explode"}
-            yield container, streams[0]
+            yield container, stream
 
     def _error(self, what: str, mend: str) -> DataError:
         return DataError(f"{self.path}: {what}{of(self.where)}; {mend}")

@@ -13,6 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 from PIL import Image
 
 from tangram.config.data import PreprocessParameters
@@ -328,6 +329,17 @@ class TestFiles:
         assert medium.grid[1] < medium.grid[2] and np.array_equal(ours, plain)
 
 
+class Without:
+    """A stream for which some attributes are None."""
+
+    def __init__(self, stream: Any, names: Sequence[str]) -> None:
+        self.stream = stream
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name in self.names else getattr(self.stream, name)
+
+
 class TestFaults:
     """Each names path and sample."""
 
@@ -349,6 +361,30 @@ class TestFaults:
     def test_sound_alone(self, make: Make, tmp_path: Path) -> None:
         sound = copy_packets(clip("bigbuckbunny.mp4"), tmp_path / "sound.mp4", kind="audio")
         self.fails(make, sound, "holds no video; its streams: audio")
+
+    def test_music_with_a_cover_picture(self, make: Make, tmp_path: Path) -> None:
+        path = tmp_path / "music.mp3"
+        with av.open(str(path), "w") as container:
+            sound, cover = container.add_stream("mp3", rate=44100), container.add_stream("png", rate=1)
+            cover.width, cover.height, cover.pix_fmt, cover.disposition = 32, 32, "rgb24", Disposition.attached_pic
+            container.mux(cover.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")))
+            silence = av.AudioFrame.from_ndarray(np.zeros((1, 44100), np.int16), format="s16", layout="mono")
+            silence.sample_rate = 44100
+            container.mux(sound.encode(silence) + sound.encode(None))
+        self.fails(make, path, "holds no video; its streams: audio, cover picture")
+
+    def test_neither_time_stamps_nor_a_rate(self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """FFmpeg guesses a rate for every file that could be made here, so it is taken away."""
+        path = write_video(tmp_path / "v.h264", frames=4)
+        opened = VideoFile._opened
+
+        @contextmanager
+        def without_rate(file: VideoFile) -> Iterator[tuple[Any, Any]]:
+            with opened(file) as (container, stream):
+                yield container, Without(stream, ("average_rate", "guessed_rate"))
+
+        monkeypatch.setattr(VideoFile, "_opened", without_rate)
+        self.fails(make, path, "has neither time stamps nor a frame rate, in data, record 7; write the file anew, as mp4")
 
     def test_no_frames(self, make: Make, tmp_path: Path) -> None:
         """A file of fragments that has none yet."""
