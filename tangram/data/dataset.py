@@ -57,8 +57,8 @@ class ConversationDataset:
         return cls(StoredSamples([Source(path, (path,), attr) for path in paths], media_dir, streaming), max_samples=max_samples)
 
     @classmethod
-    def from_config(cls, basic: BasicParameters, attr: DatasetAttr, split: str = "train", seed: int = 0) -> ConversationDataset:
-        """The training set of data.json, or with ``split="valid"`` its validation set.
+    def from_config(cls, basic: BasicParameters, attr: DatasetAttr, split: str, seed: int) -> ConversationDataset:
+        """The training set of data.json (``split="train"``) or its validation set ("valid").
 
         The validation set is ``val_dataset``, its datasets one after another; or what ``val_rate`` sets aside of ``dataset``, whatever
         ``max_samples`` is: that limits what is left for training, ``val_max_samples`` what was set aside. It is never streamed.

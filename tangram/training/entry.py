@@ -31,7 +31,6 @@ from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
 from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
-from tangram.data.files import find_sources
 from tangram.data.loader import build_loader, global_batch_size
 from tangram.families import get_family
 from tangram.platform import current
@@ -239,8 +238,9 @@ def _dataset_fingerprint(run: RunConfig, batch: int) -> str:
     """Changes when the samples, their order or the global batch do, so that a data position keeps its meaning; a reader sees which."""
     basic, loading = run.data.dataset_param.basic_parameters, run.data.dataloader_param
     digest = hashlib.sha256()
-    for source in find_sources(basic.dataset, basic.dataset_dir, run.data.dataset_param.attr):
-        for path in source.paths:
-            digest.update(Path(path).read_bytes())
+    for name in basic.dataset.split(","):
+        path = Path(name.strip())
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
     order = {"global_batch_size": batch, "shuffle": loading.shuffle, "drop_last": loading.tail_policy == "drop", "max_samples": basic.max_samples}
     return f"sha256:{digest.hexdigest()} with {', '.join(f'{key} {value}' for key, value in order.items())}"

@@ -136,8 +136,10 @@ def test_check_and_faults_agree_on_media_files(record: Record, write_json: Write
 # What data.json says
 
 
-def basic(folder: Path, **keys: Any) -> BasicParameters:
-    return parse_section(BasicParameters, {"dataset_dir": str(folder), **keys}, "data.json", base=folder)
+def configured(folder: Path, split: str = "train", seed: int = 0, **keys: Any) -> ConversationDataset:
+    """What these keys of basic_parameters name, in a data.json that lies in ``folder``."""
+    basic = parse_section(BasicParameters, {"dataset_dir": str(folder), **keys}, "data.json", base=folder)
+    return ConversationDataset.from_config(basic, DatasetAttr(), split, seed)
 
 
 def questions(data: ConversationDataset) -> list[str]:
@@ -162,12 +164,12 @@ Numbered = Callable[[str, int], str]
 def test_val_rate_parts_the_dataset_in_two(numbered: Numbered, tmp_path: Path, number: int) -> None:
     """0.1 of 11 rounds up to 2, of 10 is 1, of 2 is 1."""
     keys = {"dataset": numbered("x.json", number), "val_rate": 0.1}
-    train, valid = (ConversationDataset.from_config(basic(tmp_path, **keys), DatasetAttr(), split, 7) for split in ("train", "valid"))
+    train, valid = (configured(tmp_path, split, 7, **keys) for split in ("train", "valid"))
     assert len(valid) == {11: 2, 2: 1, 10: 1, 100: 10}[number]
     assert sorted([*questions(train), *questions(valid)]) == sorted(f"x{i}" for i in range(number))
     assert [sample.id for sample in valid] == list(range(len(valid)))
     assert valid[0].where.endswith(f"x.json, record {questions(valid)[0][1:]}")
-    again, other = (questions(ConversationDataset.from_config(basic(tmp_path, **keys), DatasetAttr(), "valid", seed)) for seed in (7, 8))
+    again, other = (questions(configured(tmp_path, "valid", seed, **keys)) for seed in (7, 8))
     assert again == questions(valid) and (other != again or number < 11)
 
 
@@ -175,7 +177,7 @@ def test_what_is_set_aside_does_not_depend_on_max_samples(numbered: Numbered, tm
     keys = {"dataset": numbered("x.json", 30), "val_rate": 0.2}
 
     def read(split: str, **more: Any) -> list[str]:
-        return questions(ConversationDataset.from_config(basic(tmp_path, **keys, **more), DatasetAttr(), split, 3))
+        return questions(configured(tmp_path, split, 3, **keys, **more))
 
     assert read("valid", max_samples=5) == read("valid") and len(read("valid")) == 6
     assert read("train", max_samples=5) == read("train")[:5]
@@ -187,14 +189,14 @@ def test_what_is_set_aside_does_not_depend_on_max_samples(numbered: Numbered, tm
 @pytest.mark.parametrize(("number", "rate"), [(1, 0.1), (11, 0.95)])
 def test_val_rate_must_leave_something_to_train_on(numbered: Numbered, tmp_path: Path, number: int, rate: float) -> None:
     with pytest.raises(DataError, match=rf"val_rate {rate} of {number} samples sets {number} aside and leaves 0 to train on"):
-        ConversationDataset.from_config(basic(tmp_path, dataset=numbered("x.json", number), val_rate=rate), DatasetAttr())
+        configured(tmp_path, dataset=numbered("x.json", number), val_rate=rate)
 
 
 @pytest.mark.parametrize("strategy", ["interleave_under", "interleave_over"])
 def test_nothing_that_is_set_aside_is_trained_on_however_datasets_are_mixed(numbered: Numbered, tmp_path: Path, strategy: str) -> None:
     names = f"{numbered('x.json', 20)},{numbered('y.json', 40)}"
     keys = {"dataset": names, "val_rate": 0.2, "mix_strategy": strategy}
-    train, valid = (questions(ConversationDataset.from_config(basic(tmp_path, **keys), DatasetAttr(), split, 1)) for split in ("train", "valid"))
+    train, valid = (questions(configured(tmp_path, split, 1, **keys)) for split in ("train", "valid"))
     assert len(valid) == len(set(valid)) == 12 and not set(train) & set(valid)
     every = {f"x{i}" for i in range(20)} | {f"y{i}" for i in range(40)}
     assert (set(train) | set(valid) == every) == (strategy == "interleave_over")
@@ -202,9 +204,7 @@ def test_nothing_that_is_set_aside_is_trained_on_however_datasets_are_mixed(numb
 
 def test_interleaved_samples_keep_their_file_and_get_ids_of_their_own(numbered: Numbered, tmp_path: Path) -> None:
     names = f"{numbered('x.json', 3)},{numbered('y.json', 300)}"
-    data = ConversationDataset.from_config(
-        basic(tmp_path, dataset=names, mix_strategy="interleave_over", interleave_probs="0.5,0.5", max_samples=500), DatasetAttr()
-    )
+    data = configured(tmp_path, dataset=names, mix_strategy="interleave_over", interleave_probs="0.5,0.5", max_samples=500)
     assert len(data) == 500
     assert [sample.id for sample in data] == list(range(500)) == [data[i].id for i in range(500)]
     asked = questions(data)
@@ -216,22 +216,20 @@ def test_interleaved_samples_keep_their_file_and_get_ids_of_their_own(numbered: 
 
 def test_val_dataset_is_read_in_its_own_order(numbered: Numbered, tmp_path: Path) -> None:
     keys = {"dataset": numbered("x.json", 3), "val_dataset": f"{numbered('y.json', 2)},{numbered('z.json', 1)}", "streaming": True}
-    data = ConversationDataset.from_config(basic(tmp_path, **keys, val_max_samples=2), DatasetAttr(), "valid")
+    data = configured(tmp_path, "valid", 0, **keys, val_max_samples=2)
     assert questions(data) == ["y0", "y1"] and len(data) == 2, "it is never streamed"
     with pytest.raises(DataError, match="basic_parameters.val_dataset names no file"):
-        ConversationDataset.from_config(basic(tmp_path, dataset="x.json"), DatasetAttr(), "valid")
+        configured(tmp_path, "valid", 0, dataset="x.json")
 
 
 # Streaming
 
 
-def test_a_streamed_dataset_is_found_as_it_is_asked_for(
-    numbered: Numbered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record
-) -> None:
+def test_a_streamed_dataset_is_found_as_it_is_asked_for(numbered: Numbered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record) -> None:
     monkeypatch.setattr("tangram.data.records.WINDOW", 200)
     names = ",".join([numbered("x.json", 50), numbered("empty.json", 0), numbered("y.json", 3)])
-    data = ConversationDataset.from_config(basic(tmp_path, dataset=names, streaming=True), DatasetAttr())
-    whole = ConversationDataset.from_config(basic(tmp_path, dataset=names), DatasetAttr())
+    data = configured(tmp_path, dataset=names, streaming=True)
+    whole = configured(tmp_path, dataset=names)
     assert data.known_length() is None
     with pytest.raises(TypeError, match="known at its end"):
         len(data)
@@ -242,7 +240,7 @@ def test_a_streamed_dataset_is_found_as_it_is_asked_for(
     with pytest.raises(IndexError):
         data[53]
     assert list(data) == list(whole)
-    resumed = ConversationDataset.from_config(basic(tmp_path, dataset=names, streaming=True), DatasetAttr())
+    resumed = configured(tmp_path, dataset=names, streaming=True)
     assert resumed[51] == whole[51], "a resumed run asks for a later sample first"
 
 
@@ -251,7 +249,7 @@ def test_streaming_opens_a_file_without_looking_through_it(tmp_path: Path, recor
     line = json.dumps(record("q" * 1000, "a")) + "\n"
     path = tmp_path / "long.jsonl"
     path.write_text(line * 3000 + "damaged\n")
-    data = ConversationDataset.from_config(basic(tmp_path, dataset="long.jsonl", streaming=True), DatasetAttr())
+    data = configured(tmp_path, dataset="long.jsonl", streaming=True)
     data.check()
     assert data.has(2000) and data[2000].id == 2000
     with pytest.raises(DataError, match=r"long\.jsonl: line 3001: not a JSON dataset"):
@@ -260,7 +258,7 @@ def test_streaming_opens_a_file_without_looking_through_it(tmp_path: Path, recor
 
 def test_max_samples_of_a_stream(numbered: Numbered, tmp_path: Path) -> None:
     def read(limit: int) -> ConversationDataset:
-        return ConversationDataset.from_config(basic(tmp_path, dataset=numbered("x.json", 5), streaming=True, max_samples=limit), DatasetAttr())
+        return configured(tmp_path, dataset=numbered("x.json", 5), streaming=True, max_samples=limit)
 
     data = read(3)
     assert data.has(2) and not data.has(3) and questions(data) == ["x0", "x1", "x2"]
@@ -271,14 +269,14 @@ def test_max_samples_of_a_stream(numbered: Numbered, tmp_path: Path) -> None:
 
 def test_a_stream_that_is_empty_is_told_so_at_the_start(numbered: Numbered, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the dataset is empty: 0 samples"):
-        ConversationDataset.from_config(basic(tmp_path, dataset=f"{numbered('x.json', 0)},{numbered('y.json', 0)}", streaming=True), DatasetAttr())
+        configured(tmp_path, dataset=f"{numbered('x.json', 0)},{numbered('y.json', 0)}", streaming=True)
 
 
 def test_parquet_files_tell_their_length_at_once(tmp_path: Path, record: Record) -> None:
     for name in ("a", "b"):
         table = pa.table({"messages": [record(f"{name}{i}", "a")["messages"] for i in range(4)]})
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    data = ConversationDataset.from_config(basic(tmp_path, dataset="a.parquet,b.parquet", streaming=True), DatasetAttr())
+    data = configured(tmp_path, dataset="a.parquet,b.parquet", streaming=True)
     assert data.known_length() == 8 and data[6].where.endswith("b.parquet, record 2")
 
 
@@ -293,4 +291,4 @@ def test_parquet_files_tell_their_length_at_once(tmp_path: Path, record: Record)
 def test_what_needs_all_samples_cannot_be_streamed(numbered: Numbered, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps({"some": {"file_name": "x.json", "formatting": "sharegpt", "num_samples": 2}}))
     with pytest.raises(ConfigError, match=message):
-        ConversationDataset.from_config(basic(tmp_path, **{"dataset": numbered("x.json", 3), "streaming": True, **keys}), DatasetAttr())
+        configured(tmp_path, **{"dataset": numbered("x.json", 3), "streaming": True, **keys})

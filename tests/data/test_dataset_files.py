@@ -30,7 +30,7 @@ def read(tmp_path: Path) -> Callable[..., list[str]]:
     """``read(dataset)``: the questions of what data.json in the temporary folder names so."""
 
     def questions(dataset: Any, attr: DatasetAttr | None = None, **keys: Any) -> list[str]:
-        data = ConversationDataset.from_config(basic(tmp_path, dataset=dataset, **keys), attr or DatasetAttr(), seed=3)
+        data = ConversationDataset.from_config(basic(tmp_path, dataset=dataset, **keys), attr or DatasetAttr(), "train", 3)
         return [sample.messages[0].content for sample in data]
 
     return questions
@@ -177,7 +177,8 @@ def test_unknown_names_list_the_known_ones(read: Read, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="demo: no such dataset file, and .* holds no dataset_info.json with registered names"):
         read("demo")
     register(tmp_path, demos={"file_name": "x.json"}, other={"file_name": "y.json"})
-    with pytest.raises(DataError, match=r"demo: no such dataset file, and no name in .*dataset_info.json \(did you mean 'demos'\?\); it knows demos, other"):
+    message = r"demo: no such dataset file, and no name in .*dataset_info.json \(did you mean 'demos'\?\); it knows demos, other"
+    with pytest.raises(DataError, match=message):
         read("demo")
     (tmp_path / "dataset_info.json").write_text("[1]")
     with pytest.raises(DataError, match=r"dataset_info.json: expected a mapping of keys to values, got list"):

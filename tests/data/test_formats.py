@@ -86,8 +86,8 @@ def test_the_first_record_that_shows_anything_counts(write_json: Write, record: 
 @pytest.mark.parametrize(
     ("record", "attr", "message"),
     [
-        ({"id": 1, "text": "t"}, {}, "no list of messages in 'messages' or 'conversations'; its columns are 'id', 'text'; data.json's attr.messages names"),
-        ({"messages": "hello"}, {}, "its columns are 'messages'; 'messages' is 'hello'; it must hold messages with 'role', 'from' and 'content', 'value'"),
+        ({"id": 1, "text": "t"}, {}, "no list of messages in 'messages' or 'conversations'; its columns are 'id', 'text'; data.json's attr.messages"),
+        ({"messages": "hello"}, {}, "'messages' is 'hello'; it must hold messages with 'role', 'from' and 'content', 'value'"),
         ({"instruction": "i", "output": "o"}, {}, "for 'instruction' and 'output' set data.json's attr.formatting to 'alpaca'"),
         ({"data": [{"messages": []}]}, {}, "its columns are 'data'; save the list under 'data' alone"),
         ({"messages": turns("role", "content", ("user", "q"))}, {"messages": "talk"}, "no list of messages in 'talk'; its columns are 'messages'"),
@@ -144,7 +144,7 @@ def test_tools_of_another_kind_are_an_error(read: Read, record: Record, value: A
         ([("user", "q"), ("observation", "o")], "message 1: role 'observation' where 'assistant' must stand"),
         ([("function_call", "c"), ("assistant", "a")], "message 0: role 'function_call' where 'user' must stand"),
         ([("user", "q"), ("assistant", "a"), ("user", "q")], "3 messages; a conversation ends with an answer of 'assistant'"),
-        ([("user", "q"), ("asistant", "a")], "message 1: role 'asistant' is none of 'user', 'assistant', 'observation', 'function_call', 'system' (did you"),
+        ([("user", "q"), ("asistant", "a")], "role 'asistant' is none of 'user', 'assistant', 'observation', 'function_call', 'system' (did you"),
         ([("user", "q"), ("system", "s")], "message 1: role 'system' where 'assistant' must stand"),
         ([("system", "s"), ("system", "s")], "message 1: role 'system' where 'user' must stand"),
         ([("system", "s")], "0 messages"),
@@ -174,7 +174,8 @@ def test_answers_taken_out_of_the_loss_are_refused(read: Read, record: Record, k
 def test_system_prompts_come_from_a_message_or_a_column(read: Read, record: Record) -> None:
     pair = record("q", "a")["messages"]
     first = {"role": "system", "content": "S"}
-    assert [s.system for s in read({"messages": [first, *pair]}, {"messages": pair, "prompt": "T"}, {"messages": pair}, system="prompt")] == ["S", "T", None]
+    samples = read({"messages": [first, *pair]}, {"messages": pair, "prompt": "T"}, {"messages": pair}, system="prompt")
+    assert [sample.system for sample in samples] == ["S", "T", None]
     with pytest.raises(DataError, match="both in column 'prompt' and as first message"):
         read({"messages": [first, *pair], "prompt": "T"}, system="prompt")
     with pytest.raises(DataError, match="record 0: 'prompt' must be a string, got 3"):
@@ -201,7 +202,7 @@ def test_a_string_is_one_image(read: Read, record: Record) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        *((value, "'images' must be a path or a list of paths, got") for value in (3, {"a": 1}, ["a.png", 3], [""], "", [["a.png"]], {"path": None}, 0)),
+        *((value, "'images' must be a path or a list of paths, got") for value in (3, {"a": 1}, ["a", 3], [""], "", [["a"]], {"path": None}, 0)),
         ("https://a.org/b.png", "'images' is 'https://a.org/b.png', no file; save it"),
         (["data:image/png;base64,AAAA"], "no file; save it"),
         ([{"bytes": "AAAA", "path": "a.png"}], "'images' holds the file's bytes; save it as a file"),
@@ -396,13 +397,16 @@ def test_tool_calls_in_sharegpt_are_not_dropped(read: Read, record: Record) -> N
 # Whatever stands in a record
 
 KEYS = st.sampled_from(
-    "messages conversations role from content value images image videos audios system tools instruction input output history tool_calls type text".split()
+    ["messages", "conversations", "role", "from", "content", "value", "images", "image", "videos", "audios"]
+    + ["system", "tools", "instruction", "input", "output", "history", "tool_calls", "type", "text"]
 )
 WORDS = st.sampled_from(["user", "assistant", "human", "gpt", "system", "tool", "<image>", "<video> <audio>", "a.png", "", "text", "image", "{}"])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=5), max_leaves=12)
+NAMES = KEYS | st.text(max_size=3)
+TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=5), max_leaves=12)
 MESSAGES = st.lists(st.fixed_dictionaries({"role": WORDS | TREES, "content": WORDS | TREES}, optional={"tool_calls": TREES}), max_size=4)
-SAMPLES = st.dictionaries(KEYS, TREES, max_size=5) | st.fixed_dictionaries({"messages": MESSAGES}, optional={"images": TREES, "videos": TREES, "tools": TREES})
+COLUMNS = {"images": TREES, "videos": TREES, "tools": TREES}
+SAMPLES = st.dictionaries(KEYS, TREES, max_size=5) | st.fixed_dictionaries({"messages": MESSAGES}, optional=COLUMNS)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

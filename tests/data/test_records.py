@@ -17,8 +17,9 @@ from tangram.data import records as records_module
 from tangram.data.records import JsonRecords, open_records
 from tangram.errors import DataError
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-OBJECTS = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3)))
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(CHARACTERS, max_size=12)
+OBJECTS = st.dictionaries(st.text(CHARACTERS, max_size=4), st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3)))
 WHITE = st.text(st.sampled_from(" \t\r\n"), max_size=3)
 
 
@@ -60,7 +61,9 @@ def test_records_that_lie_across_the_edge_of_a_window(tmp_path: Path, around: in
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("lines", [False, True])
-def test_numbers_that_lie_across_the_edge_of_a_window_are_one_record(tmp_path: Path, lines: bool, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_lie_across_the_edge_of_a_window_are_one_record(
+    tmp_path: Path, lines: bool, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A number is no sample, but it counts as one record, so that its fault is named by the right index."""
     path = tmp_path / "numbers.json"
     path.write_text("123456\n7.5e3\n-1" if lines else "[123456,7.5e3,-1]")

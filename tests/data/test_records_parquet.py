@@ -68,7 +68,7 @@ def test_openai_parts_with_the_nulls_that_structs_have(write: Write) -> None:
 
 def test_pictures_as_structs(write: Write, record: Record) -> None:
     """The hub's image column: a struct of bytes and path."""
-    path = write([record("<image>", "a", images=[{"bytes": None, "path": "a.png"}]), record("<image>", "a", images=[{"bytes": b"\x89PNG", "path": "a.png"}])])
+    path = write([record("<image>", "a", images=[{"bytes": raw, "path": "a.png"}]) for raw in (None, b"\x89PNG")])
     data = ConversationDataset.of_files([path], DatasetAttr(), "/m")
     assert data[0].images == ("/m/a.png",)
     with pytest.raises(DataError, match=r"data\.parquet, record 1: 'images' holds the file's bytes; save it as a file"):
