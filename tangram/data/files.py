@@ -128,4 +128,3 @@ def _attr(entry: Mapping[str, Any], where: str) -> DatasetAttr:
         return parse_section(DatasetAttr, raw, where)
     except ConfigError as error:
         raise DataError(str(error)) from None
-

@@ -7,7 +7,6 @@ a file that is read in shuffled order should have row groups of some hundred or 
 from __future__ import annotations
 
 import logging
-import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNREADABLE = (ValueError, OSError, LookupError, NotImplementedError, OverflowError)
+"""What pyarrow raises for damaged or unknown content; its own errors are kinds of these."""
 GROUPS_KEPT = 4
 """Most row groups of a file that stay in memory ..."""
 BYTES_KEPT = 64 << 20
@@ -37,7 +38,6 @@ class ParquetRecords:
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: pq.ParquetFile | None = None
-        self._process = 0
         self._groups: OrderedDict[int, Any] = OrderedDict()
         """Decoded row groups, the one used last at the end."""
         metadata = self._opened().metadata
@@ -70,8 +70,7 @@ class ParquetRecords:
         first = self._ends[number - 1] if number else 0
         try:
             row: dict[str, Any] = self._group(number).slice(index - first, 1).to_pylist()[0]
-        # pyarrow's own errors are ValueErrors, KeyErrors and the like.
-        except (ValueError, OSError, LookupError, NotImplementedError, OverflowError) as error:
+        except UNREADABLE as error:
             raise DataError(f"{self.path}, record {index}: cannot decode this row ({_line(error)}); write the file again") from None
         return row
 
@@ -83,12 +82,21 @@ class ParquetRecords:
             except DataError as fault:
                 yield index, fault
 
+    def head(self) -> Iterator[dict[str, Any] | DataError]:
+        """The rows from the beginning on; of a row group only the pages that hold them are decoded."""
+        for number, end in enumerate(self._ends):
+            try:
+                for batch in self._opened().iter_batches(batch_size=1, row_groups=[number], use_threads=False):
+                    yield from batch.to_pylist()
+            except UNREADABLE as error:
+                yield DataError(f"{self.path}: cannot decode the rows before record {end} ({_line(error)}); write the file again")
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_process": 0, "_groups": OrderedDict()}
+        return {**self.__dict__, "_file": None, "_groups": OrderedDict()}
 
     def _opened(self) -> pq.ParquetFile:
-        """The file, opened by this process: processes forked later would share its position."""
-        if self._file is None or self._process != os.getpid():
+        """The file. Processes forked later may share it, for pyarrow reads at offsets and moves no position."""
+        if self._file is None:
             try:
                 import pyarrow.parquet as pq
             except ModuleNotFoundError:
@@ -98,7 +106,6 @@ class ParquetRecords:
                 self._file = pq.ParquetFile(self.path)
             except (ValueError, NotImplementedError) as error:  # pyarrow.ArrowInvalid is a ValueError
                 raise DataError(f"{self.path}: not a parquet file, or a damaged one ({_line(error)}); write it again") from None
-            self._process = os.getpid()
         return self._file
 
     def _group(self, number: int) -> Any:

@@ -11,6 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -40,6 +41,9 @@ class Records(Protocol):
 
     def at(self, indices: Iterable[int]) -> Iterator[tuple[int, Record | DataError]]:
         """Indices with their records, read through one opening of the file. Faults come as values, since a generator that raises ends."""
+
+    def head(self) -> Iterator[Record | DataError]:
+        """The records from the beginning on, with no more effort than those asked for take."""
 
 
 def open_records(path: str, lazy: bool = False) -> Records:
@@ -117,6 +121,10 @@ class JsonRecords:
                     yield index, self._parse(stream, index)
                 except DataError as fault:
                     yield index, fault
+
+    def head(self) -> Iterator[Record | DataError]:
+        """The records from the beginning on."""
+        return (record for _, record in self.at(takewhile(self.has, count())))
 
     def _parse(self, stream: BinaryIO, index: int) -> Record:
         start, end = self._starts[index], self._ends[index]

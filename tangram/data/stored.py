@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, groupby, pairwise, takewhile
+from itertools import groupby, pairwise
 
 from tangram.data.conversation import Conversation
 from tangram.data.files import Source
@@ -139,7 +139,7 @@ class StoredSamples:
             file = open_records(path, lazy=self.streaming)
             reader = None
             if file.has(0):
-                reader = RecordReader(source.attr, self.media_dir, path, (record for _, record in file.at(_present(file))))
+                reader = RecordReader(source.attr, self.media_dir, path, file.head())
                 self._say(path, reader)
             self._files.append(file)
             self._readers.append(reader)
@@ -153,8 +153,3 @@ class StoredSamples:
         reader = self._readers[file]
         assert reader is not None, "an empty file has no records"
         return reader(index, f"{self._files[file].path}, record {record}", content)
-
-
-def _present(file: Records) -> Iterator[int]:
-    """Indices of all records, found when they are asked for."""
-    return takewhile(file.has, count())

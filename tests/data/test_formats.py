@@ -81,6 +81,8 @@ def test_the_first_record_that_shows_anything_counts(write_json: Write, record: 
     assert [index for index, _ in faults] == [0, 1]
     assert "data.json, record 0: 'conversations' must be a list of messages, got None; its columns are 'messages'" in str(faults[0][1])
     assert "data.json, record 1: a int; every record must be an object" in str(faults[1][1])
+    other = [{"conversations": turns("from", "value", *((who, "s") for who in words))} for words in (["system"], ["human", "gpt"])]
+    assert [index for index, _ in ConversationDataset.of_files([write_json(other)], DatasetAttr()).faults()] == [0], "'from' goes with 'human'"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,7 @@ CALL = {"function": {"name": "f", "arguments": "{}"}}
         ({"content": None}, "message 1: the content must be a string or a list of parts, got None"),
         ({"content": [{"type": "input_audio"}]}, "message 1, part 0: a part must be a text, image, image_url, video or video_url"),
         ({"content": [{"type": "text", "text": 3}]}, "message 1, part 0: a part must be"),
-        ({"content": [{"type": "image", "image": "a", "max_pixels": 9}]}, "part 0: key 'max_pixels' of a image part is not supported"),
+        ({"content": [{"type": "image", "image": "a", "max_pixels": 9}]}, "part 0: key 'max_pixels' of a part of type 'image' is not supported"),
         ({"content": [{"type": "image", "image": "a", "path": "a"}]}, "part 0: 2 of the keys image, path, url are given"),
         ({"content": [{"type": "image_url", "image_url": {"url": "https://a.org/b"}}]}, "image_url is 'https://a.org/b', no file"),
         ({"content": []}, "answer 0 of 1 is empty"),

@@ -82,7 +82,7 @@ def test_a_lazy_index_reads_no_further_than_it_must(tmp_path: Path, monkeypatch:
     records = JsonRecords(str(path), lazy=True)
     assert records.known_length() is None
     assert records[3] == {"i": 3, "text": "x" * 90}
-    assert len(records._starts) < 30
+    assert 8 < len(records._starts) < 30, "what a window holds is found at once"
     assert records.has(150) and records[7]["i"] == 7
     copy = pickle.loads(pickle.dumps(records))
     assert copy[180]["i"] == 180 and records.known_length() is None

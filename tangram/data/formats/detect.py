@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from tangram.config.data import DatasetAttr
@@ -34,17 +35,27 @@ def detect(attr: DatasetAttr, path: str, records: Iterable[Mapping[str, Any] | D
     Raises:
         DataError: no record shows messages; the columns of the first are listed.
     """
-    first: Mapping[str, Any] | DataError | None = None
-    for _, record in zip(range(LOOKED_AT), records, strict=False):
+    looked_at: list[Mapping[str, Any] | DataError] = []
+    for record in islice(records, LOOKED_AT):
+        names = None if isinstance(record, DataError) else _shown(attr, record)
+        if names is not None:
+            return names
+        looked_at.append(record)
+    raise _nothing_shown(attr, path, first_whole(looked_at))
+
+
+def first_whole(records: Sequence[Mapping[str, Any] | DataError]) -> Mapping[str, Any]:
+    """The first record that is no fault.
+
+    Raises:
+        DataError: all are; the first of them.
+    """
+    for record in records:
         if not isinstance(record, DataError):
-            names = _shown(attr, record)
-            if names:
-                return names
-        if first is None or isinstance(first, DataError):
-            first = record if first is None or not isinstance(record, DataError) else first
-    if isinstance(first, DataError):
-        raise first
-    raise _nothing_shown(attr, path, first or {})
+            return record
+    if records and isinstance(records[0], DataError):
+        raise records[0]
+    return {}
 
 
 def _shown(attr: DatasetAttr, record: Mapping[str, Any]) -> Names | None:

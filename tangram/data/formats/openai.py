@@ -66,7 +66,7 @@ def _refuse_others(part: Mapping[str, Any], known: tuple[str, ...], where: str) 
     """A key of a part that is not read could have meant something."""
     for key, value in part.items():
         if key not in ("type", *known) and value is not None:
-            raise DataError(f"{where}: key {short(key)} of a {part['type']} part is not supported; remove it")
+            raise DataError(f"{where}: key {short(key)} of a part of type {part['type']!r} is not supported; remove it")
 
 
 def calls_text(calls: Any, where: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 from tangram.config.data import DatasetAttr
@@ -19,7 +20,7 @@ from tangram.data.conversation import (
 )
 from tangram.data.formats.alpaca import alpaca_columns, alpaca_messages
 from tangram.data.formats.columns import images_of, refuse_audio, short, some, take, text_of, tools_of, videos_of
-from tangram.data.formats.detect import LOOKED_AT, Names, detect
+from tangram.data.formats.detect import LOOKED_AT, Names, detect, first_whole
 from tangram.data.formats.openai import Inline, calls_text, content_text, with_reasoning
 from tangram.errors import DataError, suggest
 
@@ -156,14 +157,12 @@ class RecordReader:
 def _look_for_alpaca(attr: DatasetAttr, path: str, records: Iterable[Mapping[str, Any] | DataError]) -> None:
     """Raises DataError unless one of the first records has the columns of the prompt and the response."""
     prompt, _, response = alpaca_columns(attr)
-    first: Mapping[str, Any] | DataError | None = None
-    for _, record in zip(range(LOOKED_AT), records, strict=False):
+    looked_at: list[Mapping[str, Any] | DataError] = []
+    for record in islice(records, LOOKED_AT):
         if not isinstance(record, DataError) and prompt in record and response in record:
             return
-        first = record if first is None else first
-    if isinstance(first, DataError):
-        raise first
-    columns = some([str(key) for key in first or {}]) or "none"
+        looked_at.append(record)
+    columns = some([str(key) for key in first_whole(looked_at)]) or "none"
     raise DataError(
         f"{path}, record 0: no columns {prompt!r} and {response!r}; its columns are {columns}; name them in attr.prompt and attr.response, "
         "or set another attr.formatting"
