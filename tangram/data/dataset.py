@@ -135,6 +135,9 @@ class ConversationDataset:
         Args:
             images: given: the header of every image is read too, which finds files that are no images or too thin.
             files: whether media files must be there.
+
+        Raises:
+            DataError: a streamed file that is damaged, where the damage is reached: behind it no record can be told from the next.
         """
         seen = _MediaFiles(images)
         for index, content in enumerate(self._walk()):

@@ -428,6 +428,7 @@ def test_no_record_crashes_and_none_is_dropped(write_json: Write, records: list[
     fine = [sample.id for sample in (whole(data, index) for index in range(len(data))) if sample is not None]
     broken = dict(data.faults(files=False))
     assert sorted([*fine, *broken]) == list(range(len(records)))
+    assert [sample.id for sample in data.samples.walk(range(len(records))) if isinstance(sample, Conversation)] == fine
     assert set(broken) <= set(faults)
     for index, fault in faults.items():
         assert "data.json" in str(fault) and f"record {index}" in str(fault) and "\n" not in str(fault)
