@@ -96,22 +96,37 @@ class BasicParameters(Section):
 
 
 class DatasetAttr(Section):
-    """Names of columns and tags in the samples; a key is the concept, its value the user's name for it."""
+    """How the records of the files that ``dataset`` names are written; a key is the concept, its value the user's name for it.
+
+    What is left out is what the first record of each file shows, which the log says once. Messages: column ``messages`` or ``conversations``;
+    in them ``role`` and ``content`` or ``from`` and ``value``; roles ``user`` and ``assistant`` or ``human`` and ``gpt``. LLaVA-Instruct, with
+    ``image`` and ``conversations``, needs no attr. A name that is given wins over what the record shows.
+
+    A dataset of dataset_info.json brings its own.
+    """
 
     formatting: Literal["sharegpt", "openai", "alpaca"] = "sharegpt"
+    """sharegpt: messages whose contents are texts. openai: contents may also be lists of parts, and ``tool_calls`` and the role ``tool`` are known.
+    alpaca: one question and its answer in columns of their own."""
     system: str | None = None
+    """Column of the system prompt. None: it is no column."""
     tools: str | None = None
+    """Column of the tools that may be called, a JSON list. None: none is read; openai: ``tools``."""
     images: str | None = "images"
+    """Column of image paths; ``images`` also finds ``image``. None: none is read."""
     videos: str | None = "videos"
-    messages: str = "messages"
-    role_tag: str = "role"
-    content_tag: str = "content"
-    user_tag: str = "user"
-    assistant_tag: str = "assistant"
+    """Column of videos; ``videos`` also finds ``video``. None: none is read."""
+    messages: str | None = None
+    role_tag: str | None = None
+    content_tag: str | None = None
+    user_tag: str | None = None
+    assistant_tag: str | None = None
     system_tag: str | None = "system"
     """None: samples hold no system turns."""
-    observation_tag: str = "observation"
-    function_tag: str = "function_call"
+    observation_tag: str | None = None
+    """What a tool answered. None: ``observation``; openai: ``tool``."""
+    function_tag: str | None = None
+    """An answer that calls tools. None: ``function_call``."""
     prompt: str | None = None
     """alpaca; None: ``instruction``. ``query``: ``input``; ``response``: ``output``; ``history`` stays unread unless it is named."""
     query: str | None = None

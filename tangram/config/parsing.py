@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from tangram.errors import ConfigError, suggest
 
@@ -36,15 +36,35 @@ def _resolve(value: str, info: ValidationInfo) -> str:
     return str(Path(base, Path(value).expanduser()).resolve()) if base else value
 
 
+def _joined(value: Any) -> Any:
+    """A list of paths as one text."""
+    if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+        return value
+    for part in value:
+        if "," in part:
+            raise ValueError(f"{part!r} in a list of paths holds a comma; rename the file")
+    return ",".join(value)
+
+
 def _resolve_each(value: str, info: ValidationInfo) -> str:
-    return ",".join(_resolve(part.strip(), info) for part in value.split(","))
+    return ",".join(_resolve_name(part.strip(), info) for part in value.split(","))
+
+
+def _resolve_name(value: str, info: ValidationInfo) -> str:
+    """A plain word that is neither file nor folder may be the name of a registered dataset, so it stays as it is."""
+    path = _resolve(value, info)
+    is_word = Path(value).name == value and Path(value).suffix not in DATASET_SUFFIXES
+    return value if is_word and not Path(path).exists() else path
 
 
 LocalPath = Annotated[str, AfterValidator(_resolve)]
 """A path; made absolute against the ``base`` that ``parse_section`` is given."""
 
-LocalPaths = Annotated[str, AfterValidator(_resolve_each)]
-"""Paths separated by commas, each like ``LocalPath``."""
+LocalPaths = Annotated[str, BeforeValidator(_joined), AfterValidator(_resolve_each)]
+"""Paths separated by commas, or a list of them, each like ``LocalPath``; or names of registered datasets."""
+
+DATASET_SUFFIXES = (".json", ".jsonl", ".parquet")
+"""Of dataset files; a word that ends so is a path, whether the file is there or not."""
 
 S = TypeVar("S", bound=Section)
 

@@ -1,71 +1,116 @@
-"""Conversations with images, as JSON: ``{"messages": [{"role": ..., "content": ...}, ...], "images": [...]}``.
+"""The samples of a run: conversations with images and videos, whatever files and formats they come from.
 
-Column and tag names come from data.json's ``attr``. Images missing, null or ``[]`` mean text only; a string is one image. Each ``<image>`` in
-the text stands for the next image.
+``tangram.data.files`` finds the files, ``records`` and ``parquet`` read them, ``formats`` makes conversations of the records, ``stored`` numbers
+them through, ``mixing`` chooses among them. Here they become one dataset with ids from 0.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import logging
+from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 from tangram.config.data import BasicParameters, DatasetAttr
-from tangram.data.conversation import IMAGE_PLACEHOLDER, Conversation, Message, Role
+from tangram.data import mixing
+from tangram.data.conversation import Conversation
+from tangram.data.files import Source, find_sources
 from tangram.data.images import ImageProcessor
-from tangram.data.records import JsonRecords
-from tangram.errors import DataError
+from tangram.data.stored import StoredSamples
+from tangram.errors import ConfigError, DataError
 
-UNSUPPORTED_COLUMNS = ("videos", "audios")
-UNSUPPORTED_PLACEHOLDERS = ("<video>", "<audio>")
+logger = logging.getLogger(__name__)
+
+CHECKED_OF_STREAM = 1000
+"""Samples of a streamed dataset that ``check`` looks at."""
 
 
 class ConversationDataset:
-    """Random access to conversations of one or several files.
+    """Random access to the samples of a run.
 
     Args:
-        paths: JSON arrays or JSON-lines files; their samples follow one another.
-        attr: names of columns and tags.
-        media_dir: folder that relative image paths start from.
+        samples: as they lie in their files.
+        selection: which of them, in which order; None: all in the order of the files.
         max_samples: use only so many, from the beginning.
 
     Raises:
-        DataError: a file that cannot be read, no samples at all, fewer than ``max_samples``, or a first sample that breaks the format.
+        DataError: fewer samples than ``max_samples``; where the dataset is streamed, when its end is reached.
     """
 
-    def __init__(self, paths: Sequence[str], attr: DatasetAttr, media_dir: str = ".", max_samples: int | None = None) -> None:
-        self.attr = attr
-        self.media_dir = media_dir
-        self._files = [JsonRecords(path) for path in paths]
-        self._ends = list(accumulate(len(file) for file in self._files))
-        names = ", ".join(paths)
-        total = self._ends[-1] if self._ends else 0
-        if total == 0:
-            raise DataError(f"{names}: the dataset is empty: 0 samples")
-        if max_samples is not None and max_samples > total:
-            raise DataError(f"{names}: max_samples is {max_samples} but the dataset has {total} samples; lower max_samples or remove it")
-        self._length = total if max_samples is None else max_samples
-        # A file that is no list of samples would else be called too short.
-        self[0]
+    def __init__(self, samples: StoredSamples, selection: Sequence[int] | None = None, max_samples: int | None = None) -> None:
+        self.samples = samples
+        self.selection = selection
+        self.max_samples = max_samples
+        if max_samples is not None and not samples.streaming:
+            self.has(max_samples - 1)
 
     @classmethod
-    def from_config(cls, basic: BasicParameters, attr: DatasetAttr, split: str = "train") -> ConversationDataset:
-        """The training set of data.json, or with ``split="valid"`` its validation set.
+    def of_files(
+        cls, paths: Sequence[str], attr: DatasetAttr, media_dir: str = ".", max_samples: int | None = None, *, streaming: bool = False
+    ) -> ConversationDataset:
+        """The samples of files, one after another.
 
         Raises:
-            DataError: as the class, and where data.json names no validation set.
+            DataError: as ``StoredSamples`` and the class.
         """
-        names, limit = (basic.dataset, basic.max_samples) if split == "train" else (basic.val_dataset, basic.val_max_samples)
-        paths = [path.strip() for path in (names or "").split(",") if path.strip()]
-        if not paths:
-            key = "dataset" if split == "train" else "val_dataset"
-            raise DataError(f"basic_parameters.{key} names no file; give the path of a JSON file, or several separated by commas")
-        return cls(paths, attr, basic.dataset_dir, limit)
+        return cls(StoredSamples([Source(path, (path,), attr) for path in paths], media_dir, streaming), max_samples=max_samples)
+
+    @classmethod
+    def from_config(cls, basic: BasicParameters, attr: DatasetAttr, split: str, seed: int) -> ConversationDataset:
+        """The training set of data.json (``split="train"``) or its validation set ("valid").
+
+        The validation set is ``val_dataset``, its datasets one after another; or what ``val_rate`` sets aside of ``dataset``, whatever
+        ``max_samples`` is: that limits what is left for training, ``val_max_samples`` what was set aside. It is never streamed.
+
+        Args:
+            seed: of the run.
+
+        Raises:
+            ConfigError: streaming with a key that needs to know all samples.
+            DataError: as the parts, and where data.json names no validation set.
+        """
+        is_train = split == "train"
+        key = "dataset" if is_train or basic.val_rate is not None else "val_dataset"
+        sources = find_sources(getattr(basic, key), basic.dataset_dir, attr, key)
+        streaming = basic.streaming and key == "dataset"
+        if streaming:
+            _check_streaming(basic, sources)
+        samples = StoredSamples(sources, basic.dataset_dir, streaming)
+        limit = basic.max_samples if is_train else basic.val_max_samples
+        return cls(samples, None if streaming else _select(samples, basic, is_train, seed), limit)
 
     def __len__(self) -> int:
-        return self._length
+        """Number of samples.
+
+        Raises:
+            TypeError: it is not known yet, since the dataset is streamed.
+        """
+        length = self.known_length()
+        if length is None:
+            raise TypeError("the length of a streamed dataset is known at its end")
+        return length
+
+    def known_length(self) -> int | None:
+        """Number of samples; None: the end of a streamed dataset has not been seen."""
+        length = len(self.selection) if self.selection is not None else self.samples.known_length()
+        if length is None or self.max_samples is None:
+            return length
+        self._check_enough(length)
+        return min(length, self.max_samples)
+
+    def has(self, index: int) -> bool:
+        """Whether there is a sample ``index``, from 0; a streamed dataset is looked through as far as this needs.
+
+        Raises:
+            DataError: a damaged file on the way, or the end before ``max_samples``.
+        """
+        if self.max_samples is not None and index >= self.max_samples:
+            return False
+        found = index < len(self.selection) if self.selection is not None else self.samples.has(index)
+        if not found and self.max_samples is not None:
+            self.known_length()
+        return found
 
     def __getitem__(self, index: int) -> Conversation:
         """Sample ``index``, from 0.
@@ -73,103 +118,164 @@ class ConversationDataset:
         Raises:
             DataError: the record breaks the format; the message names file, record and what is wrong.
         """
-        if not 0 <= index < self._length:
+        if index < 0 or not self.has(index):
             raise IndexError(index)
-        file = bisect_right(self._ends, index)
-        local = index - (self._ends[file - 1] if file else 0)
-        return self._conversation(index, f"{self._files[file].path}, record {local}", self._files[file][local])
+        return self.samples.read(index, self.selection[index] if self.selection is not None else index)
 
     def __iter__(self) -> Iterator[Conversation]:
-        records = ((f"{file.path}, record {local}", record) for file in self._files for local, record in enumerate(file))
-        for index, (where, record) in enumerate(islice(records, self._length)):
-            yield self._conversation(index, where, record)
+        """All samples in order; raises DataError at the first fault."""
+        for content in self._walk():
+            if isinstance(content, DataError):
+                raise content
+            yield content
 
-    def check(self, images: ImageProcessor | None = None) -> None:
-        """Check the format of every record, its placeholders against its images, and that the images are there; nothing is decoded.
+    def faults(self, images: ImageProcessor | None = None, *, files: bool = True) -> Iterator[tuple[int, DataError]]:
+        """Index and fault of every sample that cannot be used, one each.
 
         Args:
             images: given: the header of every image is read too, which finds files that are no images or too thin.
+            files: whether media files must be there.
 
         Raises:
-            DataError: the first fault, with how many images are missing in all where that is the fault.
+            DataError: a streamed file that is damaged, where the damage is reached: behind it no record can be told from the next.
         """
-        missing: list[Conversation] = []
-        paths: dict[str, bool] = {}
-        first = ""
-        for sample in self:
-            for path in sample.images:
-                if path not in paths:
-                    paths[path] = Path(path).is_file()
-                    if images is not None and paths[path]:
-                        images.grid(path, sample.where)
-                if not paths[path]:
-                    first = first or path
-                    missing.append(sample)
-        if missing:
-            absent = sum(not there for there in paths.values())
+        seen = _MediaFiles(images)
+        for index, content in enumerate(self._walk()):
+            fault = content if isinstance(content, DataError) else seen.fault(content) if files else None
+            if fault is not None:
+                yield index, fault
+
+    def check(self, images: ImageProcessor | None = None) -> None:
+        """Check the format of every record, its placeholders against its media, and that the media files are there; nothing is decoded.
+
+        Of a streamed dataset the first 1,000 samples are checked.
+
+        Args:
+            images: as in ``faults``.
+
+        Raises:
+            DataError: the first fault, with how many media files are missing in all where that is the fault.
+        """
+        seen = _MediaFiles(images)
+        for content in islice(self._walk(), CHECKED_OF_STREAM if self.samples.streaming else None):
+            fault = content if isinstance(content, DataError) else seen.fault(content)
+            if fault is not None and not isinstance(fault, MissingFile):
+                raise fault
+        if seen.first_missing is not None:
             raise DataError(
-                f"{first}: no such image file, in {missing[0].where}; {absent} of {len(paths)} image files are missing; "
-                f"check basic_parameters.dataset_dir ({self.media_dir})"
+                f"{seen.first_missing}; {seen.missing} of {len(seen.there)} media files are missing; "
+                f"check basic_parameters.dataset_dir ({self.samples.media_dir})"
             )
 
-    def _conversation(self, index: int, where: str, record: dict[str, Any]) -> Conversation:
-        for column in UNSUPPORTED_COLUMNS:
-            if record.get(column):
-                raise DataError(f"{where}: column {column!r} is not empty; only images and text are supported")
-        images = self._images(where, record)
-        system, messages = self._messages(where, record)
-        texts = (system or "", *(message.content for message in messages))
-        for placeholder in UNSUPPORTED_PLACEHOLDERS:
-            if any(placeholder in text for text in texts):
-                mend = "remove the sample, or write the word otherwise"
-                raise DataError(f"{where}: holds the placeholder {placeholder}; only images and text are supported: {mend}")
-        marks = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
-        if marks != len(images):
-            raise DataError(f"{where}: {marks} {IMAGE_PLACEHOLDER} placeholders but {len(images)} images; each image needs one placeholder")
-        return Conversation(index, where, system, messages, images)
+    def _walk(self) -> Iterator[Conversation | DataError]:
+        numbers = count() if self.selection is None else iter(self.selection)
+        walked = self.samples.walk(islice(numbers, self.max_samples))
+        length = 0
+        for content in walked:
+            yield content
+            length += 1
+        self._check_enough(length)
 
-    def _images(self, where: str, record: dict[str, Any]) -> tuple[str, ...]:
-        value = record.get(self.attr.images) if self.attr.images else None
-        paths = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-            raise DataError(f"{where}: {self.attr.images!r} must be a path or a list of paths, got {_short(value)}")
-        return tuple(str(Path(self.media_dir, path)) for path in paths)
-
-    def _messages(self, where: str, record: dict[str, Any]) -> tuple[str | None, tuple[Message, ...]]:
-        attr = self.attr
-        raw = record.get(attr.messages)
-        if not isinstance(raw, list) or not raw:
-            inner = next((key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
-            hint = f" (the record's list is {inner!r})" if inner is not None and inner != attr.messages else ""
-            raise DataError(
-                f"{where}: {attr.messages!r} must be a list of messages, got {_short(raw)}{hint}; data.json's attr.messages names the column; "
-                "a file is a JSON array of samples or has one sample a line"
-            )
-        system = record.get(attr.system) if attr.system else None
-        if system is not None and not isinstance(system, str):
-            raise DataError(f"{where}: {attr.system!r} must be a string, got {_short(system)}")
-        roles: dict[str, Role] = {attr.user_tag: "user", attr.assistant_tag: "assistant"}
-        messages: list[Message] = []
-        for number, message in enumerate(raw):
-            role, content = (message.get(attr.role_tag), message.get(attr.content_tag)) if isinstance(message, dict) else (None, None)
-            if not isinstance(role, str) or not isinstance(content, str):
-                raise DataError(f"{where}, message {number}: needs the strings {attr.role_tag!r} and {attr.content_tag!r}, got {_short(message)}")
-            if role == attr.system_tag and number == 0:
-                if system is not None:
-                    raise DataError(f"{where}: a system prompt both in column {attr.system!r} and as first message; keep one")
-                system = content
-                continue
-            expected = (attr.user_tag, attr.assistant_tag)[len(messages) % 2]
-            if role != expected:
-                raise DataError(
-                    f"{where}, message {number}: role {role!r} where {expected!r} must stand; {attr.user_tag!r} and {attr.assistant_tag!r} take turns"
-                )
-            messages.append(Message(roles[role], content))
-        if len(messages) < 2 or len(messages) % 2:
-            raise DataError(f"{where}: {len(messages)} messages; a conversation ends with an answer of {attr.assistant_tag!r}")
-        return system, tuple(messages)
+    def _check_enough(self, length: int) -> None:
+        if self.max_samples is not None and length < self.max_samples:
+            names = ", ".join(source.name for source in self.samples.sources)
+            raise DataError(f"{names}: max_samples is {self.max_samples} but the dataset has {length} samples; lower max_samples or remove it")
 
 
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+class MissingFile(DataError):
+    """A media file that is not there."""
+
+
+class _MediaFiles:
+    """Looks for media files, once each."""
+
+    def __init__(self, images: ImageProcessor | None) -> None:
+        self._images = images
+        self.there: dict[str, bool] = {}
+        self._good: set[str] = set()
+        """Images whose headers have been read."""
+        self.first_missing: MissingFile | None = None
+
+    @property
+    def missing(self) -> int:
+        return sum(not there for there in self.there.values())
+
+    def fault(self, sample: Conversation) -> DataError | None:
+        """What is wrong with the media of a sample, if anything."""
+        found: DataError | None = None
+        for kind, path in [*(("image", path) for path in sample.images), *(("video", path) for video in sample.videos for path in video.paths)]:
+            if path not in self.there:
+                self.there[path] = _is_file(path)
+            if not self.there[path]:
+                fault = MissingFile(f"{path}: no such {kind} file, in {sample.where}")
+                self.first_missing = self.first_missing or fault
+                found = found or fault
+            elif kind == "image" and self._images is not None and path not in self._good:
+                found = found or self._header_fault(self._images, path, sample.where)
+        return found
+
+    def _header_fault(self, images: ImageProcessor, path: str, where: str) -> DataError | None:
+        try:
+            images.grid(path, where)
+        except DataError as fault:
+            return fault
+        self._good.add(path)
+        return None
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # a name longer than the file system takes
+        return False
+
+
+def _check_streaming(basic: BasicParameters, sources: Sequence[Source]) -> None:
+    """Raises ConfigError for what needs to know all samples before the first."""
+    limited = next((source.name for source in sources if source.num_samples is not None), None)
+    keys = {
+        f"val_rate {basic.val_rate}": basic.val_rate is not None,
+        f"mix_strategy {basic.mix_strategy}": basic.mix_strategy != "concat",
+        f"num_samples of dataset {limited!r}": limited is not None,
+    }
+    for key, given in keys.items():
+        if given:
+            raise ConfigError(f"basic_parameters: streaming and {key} exclude each other, for that needs all samples to be known; remove one of them")
+
+
+def _select(samples: StoredSamples, basic: BasicParameters, is_train: bool, seed: int) -> Sequence[int] | None:
+    """Which stored samples make up a split, in which order; None: all of them as they lie."""
+    parts, start = [], 0
+    for number, (source, length) in enumerate(zip(samples.sources, samples.lengths(), strict=True)):
+        parts.append(_part(source, number, range(start, start + length), seed))
+        start += length
+    if basic.val_rate is not None:
+        parts = _one_side(parts, basic.val_rate, is_train, seed)
+    if is_train and basic.mix_strategy != "concat" and len(parts) > 1:
+        shares = mixing.read_shares(basic.interleave_probs, len(parts))
+        numbers, indices = mixing.interleave([len(part) for part in parts], shares, seed, until_last=basic.mix_strategy == "interleave_over")
+        logger.info("%s: %d samples of %d datasets, shares %s", basic.mix_strategy, len(numbers), len(parts), shares)
+        return array("q", (parts[number][index] for number, index in zip(numbers, indices, strict=True)))
+    if all(isinstance(part, range) for part in parts):
+        return None
+    return array("q", (stored for part in parts for stored in part))
+
+
+def _part(source: Source, number: int, stored: range, seed: int) -> Sequence[int]:
+    """The samples of one dataset that are used."""
+    wanted = source.num_samples
+    if wanted is None or wanted == len(stored):
+        return stored
+    if wanted > len(stored):
+        raise DataError(f"{source.name}: num_samples is {wanted} but the dataset has {len(stored)} samples; lower num_samples or remove it")
+    return array("q", (stored[index] for index in mixing.subset(len(stored), wanted, seed, number)))
+
+
+def _one_side(parts: Sequence[Sequence[int]], rate: float, is_train: bool, seed: int) -> list[Sequence[int]]:
+    """Of each part what is for training, or what is set aside."""
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + len(part))
+    train, valid = mixing.split(ends[-1], rate, seed)
+    chosen = set(train if is_train else valid)
+    return [array("q", (stored for place, stored in enumerate(part, start) if place in chosen)) for part, start in zip(parts, ends, strict=False)]

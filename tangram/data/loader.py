@@ -191,7 +191,7 @@ def build_source(run: RunConfig, family: Family, *, needs_pixels: bool = True, s
     """
     data, model = run.data.dataset_param, run.model.config
     basic = data.basic_parameters
-    dataset = ConversationDataset.from_config(basic, data.attr, split)
+    dataset = ConversationDataset.from_config(basic, data.attr, split, run.training.seed)
     tokenizer = load_tokenizer(data.preprocess_parameters.model_name_or_path, model)
     images = image_processor(run)
     encoder = SampleEncoder(
@@ -265,7 +265,7 @@ def check_data(run: RunConfig, data_parallel_size: int = 1, read_headers: bool =
     for split in ("train", "valid"):
         if split == "valid" and data.basic_parameters.val_dataset is None:
             continue
-        dataset = ConversationDataset.from_config(data.basic_parameters, data.attr, split)
+        dataset = ConversationDataset.from_config(data.basic_parameters, data.attr, split, run.training.seed)
         if split == "train":
             GlobalOrder(len(dataset), global_batch_size(run, data_parallel_size), tail=run.data.dataloader_param.tail_policy)
         dataset.check(images if read_headers else None)

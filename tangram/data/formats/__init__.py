@@ -1,0 +1,1 @@
+"""From a record of any known format to a checked ``Conversation``."""
