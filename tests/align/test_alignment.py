@@ -62,7 +62,8 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: d
         assert compared.keys() == names, name
         assert all(row.norm > 0 for row in compared.values()), name
     dumped, batch = read_observation(tmp_path), load_file(tmp_path / "batch.safetensors")
-    assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
+    media = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+    assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", *media}
     assert dumped.logits.shape == (*batch["input_ids"].shape, 515) and dumped.gradients.keys() == names
     _a_wrong_gradient_is_found(dumped, batch["attention_mask"])
 
@@ -152,7 +153,8 @@ def test_the_reference_uses_the_three_dimensional_positions_it_is_given(tiny: di
     own = model.model.get_rope_index
     arguments = forward_arguments(model, batch)
     known = {"mm_token_type_ids": arguments["mm_token_type_ids"]} if "mm_token_type_ids" in arguments else {}
-    theirs, _ = own(input_ids=batch["input_ids"], image_grid_thw=batch["image_grid_thw"], attention_mask=batch["attention_mask"], **known)
+    seconds = {"second_per_grid_ts": batch["second_per_grid_ts"]}
+    theirs, _ = own(batch["input_ids"], **{n: arguments[n] for n in ("image_grid_thw", "video_grid_thw", "attention_mask")}, **seconds, **known)
     real = batch["attention_mask"].bool().expand_as(theirs)
     assert torch.equal(batch["position_ids"][real], theirs[real])
 
@@ -200,5 +202,5 @@ def test_a_fault_in_a_process_comes_back_as_one_line(tiny: dict[bool, Path], tmp
 def test_the_report_is_json(tiny: dict[bool, Path]):
     (outcome,) = align(tiny[False], [Split()], tolerance=0.0)
     content = json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
-    assert not content["passed"] and content["split"]["tensor"] == 1 and content["batch"]["input_ids"][0] == 4
+    assert not content["passed"] and content["split"]["tensor"] == 1 and content["batch"]["input_ids"][0] == 5
     assert "past tolerance 0" in content["failures"][0]
