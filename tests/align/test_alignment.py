@@ -104,6 +104,25 @@ def test_micro_batches_of_any_length_pass_every_split(tiny: dict[bool, Path], tm
         assert row is not None and row.shape == (4, 31, 515)
 
 
+@pytest.mark.compat
+def test_a_batch_of_ones_own_may_hold_a_long_video_and_padding_on_the_left(tiny: dict[bool, Path], tmp_path: Path):
+    """A video of 5 x 4 x 4 patches, a second a step, stands at times 1 to 9 (two positions a second), so the text after it begins at 10.
+    transformers 5 would begin it at 3."""
+    model, generator = open_subject(tiny[False], tmp_path).model, torch.Generator().manual_seed(0)
+    words = torch.randint(0, 500, (2, 7), generator=generator)
+    ids = torch.zeros(2, 28, dtype=torch.long)
+    ids[0] = torch.tensor([model.vision_start_token_id, *[model.video_token_id] * 20, *words[0].tolist()])
+    ids[1, 21:] = words[1]
+    labels, mask = torch.full_like(ids, -100), torch.ones_like(ids)
+    labels[:, 22:], mask[1, :21] = ids[:, 22:], 0
+    video = {"pixel_values_videos": torch.randn(80, 1176, generator=generator), "video_grid_thw": torch.tensor([[5, 4, 4]])}
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "second_per_grid_ts": torch.ones(1), **video}
+    (outcome,) = align(tiny[False], [Split()], batch_file=write_batch(batch, tmp_path), micro_batch_size=1)
+    assert outcome.report.passed, outcome.report.failures
+    positions = outcome.batch["position_ids"]
+    assert positions[:, 0, 21:].tolist() == [list(range(10, 17))] * 3 and positions[:, 1, 21:].tolist() == [list(range(7))] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("dtype", "at_least"), [("bf16", 4e-3), ("fp16", 5e-4)])
