@@ -49,7 +49,7 @@ def collate(model: ModelConfig, samples: list[EncodedSample], multiple: int = 1,
 
 
 def test_a_packed_sample_has_the_positions_it_has_alone(model: ModelConfig) -> None:
-    """hiyouga/LLaMA-Factory#7754: the second sample of a row got position 1 everywhere, or went on counting from the first."""
+    """hiyouga/LlamaFactory#7754: the second sample of a row got position 1 everywhere, or went on counting from the first."""
     time, height, width = collate(model, [picture(), film(), picture()])["position_ids"][:, 0].tolist()
     assert time == PICTURE_TIME + FILM_TIME + PICTURE_TIME
     assert height[12:28] == FILM_HEIGHT
@@ -75,7 +75,7 @@ def test_where_samples_begin_is_told_padded_or_not(model: ModelConfig, lengths: 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_all_that_is_per_token_is_padded_together(model: ModelConfig, packing: bool) -> None:
-    """hiyouga/LLaMA-Factory#10782: 13 tokens and a multiple of 8 left positions at 13."""
+    """hiyouga/LlamaFactory#10782: 13 tokens and a multiple of 8 left positions at 13."""
     batch = collate(model, [sample(0, list(range(13)))], multiple=8, packing=packing)
     assert {name: batch[name].shape[-1] for name in ("input_ids", "labels", "attention_mask", "position_ids")} == dict.fromkeys(
         ("input_ids", "labels", "attention_mask", "position_ids"), 16
@@ -135,7 +135,7 @@ def test_several_samples_in_a_row_are_not_taken_for_rows(model: ModelConfig) -> 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_media_that_do_not_fit_their_tokens_are_refused_by_sample(model: ModelConfig, packing: bool) -> None:
-    """hiyouga/LLaMA-Factory#6844."""
+    """hiyouga/LlamaFactory#6844."""
     cut = sample(31, [10, 11, START, *[IMAGE] * 4], images=[Medium((1, 4, 6))])
     with pytest.raises(DataError, match="^sample 31: .* 4 image tokens but its 1 image grids need 6"):
         collate(model, [picture(), cut], packing=packing)
