@@ -158,8 +158,9 @@ class VLMModel(MegatronModule):
             return hidden
         if self.chunk.text_first:
             hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, images, videos)
-        plan = _text_plan(attention_mask)
-        if cu_seqlens is not None:
+        if cu_seqlens is None:
+            plan = _text_plan(attention_mask)
+        else:
             assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
             plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
         hidden = self.text_decoder(hidden, position_ids, plan)
@@ -178,6 +179,7 @@ class VLMModel(MegatronModule):
             side = section.spatial_merge_size
             grids = [(1, side, side)]
             pixels = [torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)]
+        assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
         hidden = torch.cat(pixels) if self.chunk.vision_first else self.input_tensor
         assert hidden is not None
         return self.image_encoder(hidden, grids)
