@@ -39,7 +39,7 @@ def get_batch(data_iterator: Iterator[Any], is_vit_last_stage: bool = False) -> 
 def loss_func(output: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Numerator and denominator of the micro-batch's loss, and both again for the log."""
     losses = output["loss_dict"]
-    terms = reduce_token_losses(losses["token_losses"], losses["rows"], get_context().run.training.loss_type)
+    terms = reduce_token_losses(losses["token_losses"], losses["samples"], get_context().run.training.loss_type)
     return report_loss(terms.numerator, terms.denominator)
 
 

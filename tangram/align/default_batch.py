@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 
-from tangram.align.batch import IGNORE, Tensors
+from tangram.align.batch import IGNORE, KINDS, Tensors
 from tangram.config.data import PreprocessParameters
 from tangram.config.model import ModelConfig
 from tangram.data.collate import Collator
 from tangram.data.conversation import Conversation, Message
 from tangram.data.encode import EncodedSample, SampleEncoder
-from tangram.data.images import ImageProcessor
+from tangram.data.images import Grid, ImageProcessor
 from tangram.data.media import Media, Medium
 from tangram.data.template import get_template
 from tangram.data.tokenizer import PAD, load_tokenizer
@@ -36,28 +37,39 @@ PHOTO_ROWS: Sequence[tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = (
 )
 """Rows of the batch for a model with a tokenizer: photographs, then questions and answers."""
 
+PAN_ROW = ("rocket.jpg", ("<image>What does the camera do?", "It moves down, from the sky to the launch pad."))
+"""The row with a video, for a model that has them: the photograph that the camera moves over, and what is asked and answered."""
+
 PHOTO_CELLS = 24
 """Most tokens per photograph: enough for several attention windows, few enough for the logits of a large vocabulary."""
 
-SYNTHETIC_ROWS: Sequence[tuple[tuple[tuple[int, int], ...], int, int]] = (
-    (((8, 12),), 5, 4),
+STEPS, SECONDS = 2, 2.0
+"""Steps of the video's time axis, and seconds from one to the next. More of either, and its time would reach further than its columns: there
+transformers 4.57 and 5 place the text after it differently."""
+
+SYNTHETIC_ROWS: Sequence[tuple[tuple[Grid, ...], int, int]] = (
+    (((1, 8, 12),), 5, 4),
     ((), 9, 6),
-    (((4, 4), (6, 10)), 7, 3),
-    (((10, 6),), 3, 8),
+    (((1, 4, 4), (1, 6, 10)), 7, 3),
+    (((1, 10, 6),), 3, 8),
+    (((STEPS, 4, 10), (1, 4, 4)), 4, 5),
 )
-"""Rows of the made-up batch: patches (height, width) of the images, tokens of the question, tokens of the answer."""
+"""Rows of the made-up batch: patches (time, height, width) of the media, where more than one step is a video, tokens of the question, tokens
+of the answer."""
 
 
 def with_positions(batch: Mapping[str, torch.Tensor], family: Family, model: ModelConfig) -> Tensors:
     """The batch with the family's 3-D positions, where it does not hold positions already."""
     if "position_ids" in batch:
         return dict(batch)
-    positions = family.rope_index(batch["input_ids"], batch["attention_mask"], batch.get("image_grid_thw"), model)
+    videos = (batch.get("video_grid_thw"), batch.get("second_per_grid_ts"))
+    positions = family.rope_index(batch["input_ids"], batch["attention_mask"], batch.get("image_grid_thw"), model, *videos)
     return {**batch, "position_ids": positions}
 
 
 def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
-    """Four rows of random tokens within the vocabulary: with an image, without, with two images of different size, with an image."""
+    """Rows of random tokens within the vocabulary: with an image, without, with two images of different size, with an image, and where the
+    model has videos, with a video and an image."""
     generator = torch.Generator().manual_seed(0)
     special = {model.img_context_token_id, model.video_token_id, model.vision_start_token_id}
     ordinary = torch.tensor([token for token in range(model.text_decoder.vocab_size) if token not in special])
@@ -66,25 +78,39 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
         found: list[int] = ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist()
         return found
 
-    vision = model.image_encoder.vision_encoder if model.image_encoder else None
-    merge = vision.spatial_merge_size**2 if vision else 1
-    rows, grids = [], []
-    for images, question, answer in SYNTHETIC_ROWS:
-        prompt = words(2)
-        for height, width in images if vision else ():
-            grids.append((1, height, width))
-            start = [] if model.vision_start_token_id is None else [model.vision_start_token_id]
-            prompt += [*start, *[model.img_context_token_id] * (height * width // merge), *words(1)]
-        rows.append((prompt + words(question), words(answer)))
-    samples = [
-        EncodedSample(id=number, input_ids=prompt + answer, labels=[IGNORE] * len(prompt) + answer) for number, (prompt, answer) in enumerate(rows)
-    ]
-    samples[0].images = [Medium(grid) for grid in grids]
-    batch = Collator(family.rope_index, model, pad_id=0)([[sample] for sample in samples])
-    if vision:
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        batch["pixel_values"] = torch.randn(sum(h * w for _, h, w in grids), width, generator=generator)
+    samples = []
+    for number, (grids, question, answer) in enumerate(SYNTHETIC_ROWS if has_videos(model) else SYNTHETIC_ROWS[:-1]):
+        sample, prompt = EncodedSample(number), words(2)
+        for grid in grids if model.image_encoder else ():
+            prompt += _placeholders(model, grid) + words(1)
+            if grid[0] == 1:
+                sample.images.append(Medium(grid))
+            else:
+                sample.videos.append(Medium(grid, SECONDS))
+        prompt, learnt = prompt + words(question), words(answer)
+        sample.input_ids, sample.labels = prompt + learnt, [IGNORE] * len(prompt) + learnt
+        samples.append([sample])
+    batch = Collator(family.rope_index, model, pad_id=0)(samples)
+    for kind in KINDS:
+        if kind.grids in batch:
+            assert model.image_encoder is not None
+            vision = model.image_encoder.vision_encoder
+            width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            batch[kind.pixels] = torch.randn(int(batch[kind.grids].prod(dim=1).sum()), width, generator=generator)
     return _tensors(batch)
+
+
+def has_videos(model: ModelConfig) -> bool:
+    return model.image_encoder is not None and model.video_token_id is not None
+
+
+def _placeholders(model: ModelConfig, grid: Grid) -> list[int]:
+    """The tokens that stand for an image or video of that grid."""
+    assert model.image_encoder is not None
+    start = [] if model.vision_start_token_id is None else [model.vision_start_token_id]
+    token_id = model.img_context_token_id if grid[0] == 1 else model.video_token_id
+    assert token_id is not None
+    return [*start, *[token_id] * (math.prod(grid) // model.image_encoder.vision_encoder.spatial_merge_size**2)]
 
 
 def default_batch(hf_dir: Path, family: Family, model: ModelConfig) -> tuple[Tensors, str]:
@@ -94,13 +120,15 @@ def default_batch(hf_dir: Path, family: Family, model: ModelConfig) -> tuple[Ten
         ConfigError: the directory has a tokenizer but it, the image processor or the photographs cannot be used.
     """
     if (hf_dir / "tokenizer.json").is_file():
-        return photo_batch(hf_dir, family, model), f"batch: {len(PHOTO_ROWS)} conversations over photographs of scikit-image"
-    made_up = f"batch: {len(SYNTHETIC_ROWS)} rows of made-up tokens and pixels, since the directory has no tokenizer.json"
-    return synthetic_batch(family, model), made_up
+        batch = photo_batch(hf_dir, family, model)
+        return batch, f"batch: {len(batch['input_ids'])} conversations over photographs of scikit-image"
+    batch = synthetic_batch(family, model)
+    return batch, f"batch: {len(batch['input_ids'])} rows of made-up tokens and pixels, since the directory has no tokenizer.json"
 
 
 def photo_batch(hf_dir: Path, family: Family, model: ModelConfig) -> Tensors:
-    """Four conversations: with a photograph, without, with two of different size, with a photograph over two turns.
+    """Conversations: with a photograph, without, with two of different size, with a photograph over two turns, and where the model has
+    videos, with one in which the camera moves over a photograph.
 
     For a model without vision encoder: those without photographs.
 
@@ -116,12 +144,40 @@ def photo_batch(hf_dir: Path, family: Family, model: ModelConfig) -> Tensors:
     tokenizer = load_tokenizer(hf_dir, model)
     media = Media(images) if images else None
     encode = SampleEncoder(tokenizer, get_template(family.template), media, cutoff=model.text_decoder.max_position_embeddings)
-    samples = []
-    for number, (photos, turns) in enumerate(rows):
+
+    def encoded(number: int, photos: Sequence[str], turns: Sequence[tuple[str, str]]) -> EncodedSample:
         messages = [message for question, answer in turns for message in (Message("user", question), Message("assistant", answer))]
         paths = tuple(str(photo_folder() / name) for name in photos)
-        samples.append([encode(Conversation(number, f"sample {number}", None, tuple(messages), paths))])
-    return _tensors(Collator(family.rope_index, model, tokenizer.id(PAD))(samples))
+        return encode(Conversation(number, f"sample {number}", None, tuple(messages), paths))
+
+    samples = [encoded(number, photos, turns) for number, (photos, turns) in enumerate(rows)]
+    if has_videos(model):
+        photo, turn = PAN_ROW
+        samples.append(panned(encoded(len(samples), [photo], [turn]), model))
+    return _tensors(Collator(family.rope_index, model, tokenizer.id(PAD))([[sample] for sample in samples]))
+
+
+def panned(sample: EncodedSample, model: ModelConfig) -> EncodedSample:
+    """A sample with one photograph as one with a video: at each step the camera has moved down by a row of cells."""
+    import numpy as np
+
+    assert model.image_encoder is not None and sample.image_pixels is not None and model.video_token_id is not None
+    (photo,), (patches,) = sample.images, sample.image_pixels
+    _, rows, columns = photo.grid
+    row_of_cells = columns * model.image_encoder.vision_encoder.spatial_merge_size
+    start, count = sample.input_ids.index(model.img_context_token_id), sample.input_ids.count(model.img_context_token_id)
+
+    def replaced(values: list[int], placeholder: int) -> list[int]:
+        return values[:start] + [placeholder] * count * STEPS + values[start + count :]
+
+    return EncodedSample(
+        sample.id,
+        replaced(sample.input_ids, model.video_token_id),
+        replaced(sample.labels, IGNORE),
+        videos=[Medium((STEPS, rows, columns), SECONDS)],
+        image_pixels=[],
+        video_pixels=[np.concatenate([np.roll(patches, -step * row_of_cells, axis=0) for step in range(STEPS)])],
+    )
 
 
 def photo_folder() -> Path:

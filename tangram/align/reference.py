@@ -15,6 +15,7 @@ from tangram.align.observation import Observation
 from tangram.errors import CheckpointError
 
 Tensors = Mapping[str, torch.Tensor]
+MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 @contextmanager
@@ -69,8 +70,11 @@ def forward_arguments(model: torch.nn.Module, batch: Tensors) -> dict[str, Any]:
     where it gets no ``mm_token_type_ids``."""
     config: Any = model.config
     arguments: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    arguments.update({name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch})
-    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+    known = inspect.signature(model.forward).parameters
+    arguments.update({name: batch[name] for name in MEDIA if name in batch})
+    if "second_per_grid_ts" in batch and "second_per_grid_ts" in known:
+        arguments["second_per_grid_ts"] = batch["second_per_grid_ts"]
+    if "mm_token_type_ids" in known:
         arguments["mm_token_type_ids"] = token_types(batch["input_ids"], config.image_token_id, config.video_token_id)
     return {**arguments, "use_cache": False}
 
@@ -105,8 +109,8 @@ def observe(model: torch.nn.Module, batch: Tensors) -> Observation:
     """Run a batch forward and backward.
 
     Args:
-        batch: ``input_ids``, ``labels``, ``attention_mask`` ``[B, S]``, ``position_ids`` ``[3, B, S]``, and, where there are images,
-            ``pixel_values``, ``image_grid_thw``.
+        batch: ``input_ids``, ``labels``, ``attention_mask`` ``[B, S]``, ``position_ids`` ``[3, B, S]``, and, where there are images or videos,
+            those of ``MEDIA``.
 
     Returns:
         Loss (``token_loss``), logits, and gradients by ``state_dict`` name. A parameter that the batch does not reach has a gradient of

@@ -59,7 +59,7 @@ class ObservingStep:
     @staticmethod
     def _loss(output: Any) -> Any:
         losses = output["loss_dict"]
-        terms = reduce_token_losses(losses["token_losses"], losses["rows"], "per_token_loss")
+        terms = reduce_token_losses(losses["token_losses"], losses["samples"], "per_token_loss")
         return report_loss(terms.numerator, terms.denominator)
 
     def _keep(self, rows: list[int], logits: torch.Tensor) -> Any:

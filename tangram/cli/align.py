@@ -39,7 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--vit-pp-layers", metavar="LIST", help="vision layers per stage, such as [2,2] or [[2,1],[1,0]] (all on the first)")
     parser.add_argument("--llm-pp-layers", metavar="LIST", help="text layers per stage (evenly)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of the split model; the reference is fp32 (fp32)")
-    tensors = "input_ids, labels, attention_mask[, pixel_values, image_grid_thw, position_ids]"
+    media = "pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts"
+    tensors = f"input_ids, labels, attention_mask[, {media}, position_ids]"
     parser.add_argument("--batch", metavar="FILE", type=Path, help=f"safetensors file with {tensors} (photographs and questions of our own)")
     parser.add_argument("--micro-batch-size", type=int, default=None, metavar="N", help="rows per micro-batch (half of the batch)")
     parser.add_argument("--tolerance", type=float, default=None, metavar="X", help="largest relative error (fp32 1e-5, fp16 5e-2, bf16 0.2)")

@@ -3,68 +3,143 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tangram.config.model import ModelConfig
 from tangram.data.encode import IGNORE, EncodedSample
-from tangram.errors import ConfigError, suggest
+from tangram.data.media import Medium
+from tangram.errors import ConfigError, DataError, suggest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 RopeIndex = Callable[..., Any]
+PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids")
 
 
 class Collator:
-    """Pads rows on the right and lays out positions. A row is one sample, or with packing several that do not see each other.
+    """Pads samples on the right, lays out their positions and brings their media together.
+
+    Without packing each sample is a row, as long as the longest. With packing all samples of the micro-batch lie in one row, one after
+    another, whatever rows they came in: each has the positions that it would have alone, and ``cu_seqlens`` says where it lies. What no
+    token may learn, the first token of a sample from the last of the one before, has no label.
 
     Args:
         rope_index: the family's.
         pad_id: token id of padding.
-        pad_to_multiple_of: the length is rounded up to a multiple of this.
+        pad_to_multiple_of: lengths are rounded up to a multiple of this: that of the longest sample, or with packing that of every sample.
     """
 
-    def __init__(self, rope_index: RopeIndex, model: ModelConfig, pad_id: int, pad_to_multiple_of: int = 1) -> None:
+    def __init__(self, rope_index: RopeIndex, model: ModelConfig, pad_id: int, pad_to_multiple_of: int = 1, packing: bool = False) -> None:
         self.rope_index = rope_index
         self.model = model
         self.pad_id = pad_id
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.packing = packing
 
-    def __call__(self, packed: Sequence[Sequence[EncodedSample]]) -> dict[str, Any]:
-        """One micro-batch of ``b`` rows and ``s`` columns.
+    def __call__(self, rows: Sequence[Sequence[EncodedSample]]) -> dict[str, Any]:
+        """One micro-batch of ``b`` rows and ``s`` columns; with packing b is 1.
 
         Args:
-            packed: the samples of each row.
+            rows: the samples of each row, one without packing.
 
         Returns:
             ``input_ids``, ``attention_mask`` (1 real, 0 padding), ``labels`` (not shifted, -100 where not learnt): int64 ``[b, s]``;
-            ``position_ids``: int64 ``[3, b, s]``; ``sample_ids``: list of b numbers, -1 for a row that stands for no sample; with images
-            ``image_grid_thw``: int64 ``[images, 3]`` and, where pixels are wanted, ``pixel_values``: fp32 ``[patches, C * T * P * P]``.
+            ``position_ids``: int64 ``[3, b, s]``; ``sample_ids``: the id of every sample, -1 for one that stands for no sample.
+
+            With packing, of k samples: ``cu_seqlens``: int32 ``[k + 1]``, their real lengths added up; ``cu_seqlens_padded``: int32
+            ``[k + 1]``, where each begins in the row, and where the row ends.
+
+            With images, in the order of their tokens: ``image_grid_thw``: int64 ``[images, 3]`` and, where pixels are wanted,
+            ``pixel_values``: fp32 ``[patches, C * T * P * P]``. With videos: ``video_grid_thw``, ``pixel_values_videos`` likewise, and
+            ``second_per_grid_ts``: fp32 ``[videos]``.
 
         Raises:
-            DataError: image tokens do not fit the grids.
+            DataError: image or video tokens do not fit the grids; the message names the sample.
         """
         import torch
 
-        rows = [sample for row in packed for sample in row]
-        longest = max(len(row.input_ids) for row in rows)
-        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        samples = [sample for row in rows for sample in row]
+        assert self.packing or len(samples) == len(rows), "several samples in a row need packing=True"
+        lengths = [len(sample.input_ids) for sample in samples]
+        padded = [self._round_up(length if self.packing else max(lengths)) for length in lengths]
+        alone = [self._tokens(sample, length) for sample, length in zip(samples, padded, strict=True)]
+        dim = -1 if self.packing else -2
+        batch: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in alone], dim=dim) for name in PER_TOKEN}
+        batch["sample_ids"] = [sample.id for sample in samples]
+        if self.packing:
+            batch |= {"cu_seqlens": _added_up(lengths), "cu_seqlens_padded": _added_up(padded)}
+        return batch | _media(samples)
 
-        def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-            return torch.tensor([row + [fill] * (length - len(row)) for row in values], dtype=torch.long)
+    def _round_up(self, length: int) -> int:
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
-        grids = [image.grid for row in rows for image in row.images]
-        batch: dict[str, Any] = {
-            "input_ids": padded([row.input_ids for row in rows], self.pad_id),
-            "attention_mask": padded([[1] * len(row.input_ids) for row in rows], 0),
-            "labels": padded([row.labels for row in rows], IGNORE),
-            "sample_ids": [row.id for row in rows],
+    def _tokens(self, sample: EncodedSample, length: int) -> dict[str, torch.Tensor]:
+        """What there is per token of one sample, ``[1, length]``; positions ``[3, 1, length]``."""
+        import torch
+
+        real = len(sample.input_ids)
+        labels = [IGNORE, *sample.labels[1:]] if self.packing else sample.labels
+
+        def padded(values: list[int], fill: int) -> torch.Tensor:
+            return torch.tensor([values + [fill] * (length - real)], dtype=torch.long)
+
+        tensors = {
+            "input_ids": padded(sample.input_ids, self.pad_id),
+            "attention_mask": padded([1] * real, 0),
+            "labels": padded(labels, IGNORE),
         }
-        if grids:
-            batch["image_grid_thw"] = torch.tensor(grids, dtype=torch.long)
-            if all(row.image_pixels is not None for row in rows):
-                import numpy as np
+        images, videos = _grids(sample.images), _grids(sample.videos)
+        try:
+            positions = self.rope_index(tensors["input_ids"], tensors["attention_mask"], images, self.model, videos, _seconds(sample.videos))
+        except DataError as error:
+            raise DataError(f"sample {sample.id}: {error}") from None
+        return {**tensors, "position_ids": positions}
 
-                batch["pixel_values"] = torch.from_numpy(np.concatenate([patches for row in rows for patches in row.image_pixels or ()]))
-        batch["position_ids"] = self.rope_index(batch["input_ids"], batch["attention_mask"], batch.get("image_grid_thw"), self.model)
-        return batch
+
+def _added_up(lengths: Sequence[int]) -> torch.Tensor:
+    import torch
+
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _media(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
+    """Grids and patches of all images and of all videos."""
+    images = [medium for sample in samples for medium in sample.images]
+    videos = [medium for sample in samples for medium in sample.videos]
+    found = {
+        "image_grid_thw": _grids(images),
+        "pixel_values": _patches([sample.image_pixels for sample in samples if sample.images]),
+        "video_grid_thw": _grids(videos),
+        "pixel_values_videos": _patches([sample.video_pixels for sample in samples if sample.videos]),
+        "second_per_grid_ts": _seconds(videos),
+    }
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _grids(media: Sequence[Medium]) -> torch.Tensor | None:
+    import torch
+
+    return torch.tensor([medium.grid for medium in media], dtype=torch.long) if media else None
+
+
+def _seconds(videos: Sequence[Medium]) -> torch.Tensor | None:
+    import torch
+
+    seconds = [video.seconds_per_grid for video in videos]
+    assert None not in seconds, "a video without seconds_per_grid"
+    return torch.tensor(seconds, dtype=torch.float32) if videos else None
+
+
+def _patches(pixels: Sequence[Sequence[np.ndarray] | None]) -> torch.Tensor | None:
+    """The patches of all media; None where there are none or none are wanted."""
+    import numpy as np
+    import torch
+
+    wanted = [of_sample for of_sample in pixels if of_sample is not None]
+    assert len(wanted) in (0, len(pixels)), f"pixels of {len(wanted)} samples out of {len(pixels)} that hold media"
+    return torch.from_numpy(np.concatenate([patches for of_sample in wanted for patches in of_sample])) if wanted else None
 
 
 COLLATORS: dict[str, type[Collator]] = {"qwen2vl": Collator}

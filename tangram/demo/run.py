@@ -178,7 +178,7 @@ def _logits_check(outcome: Outcome) -> Check:
     if row is None:
         return Check(False, f"logits cannot be compared: {'; '.join(report.failures)}")
     what = f"transformers loads the export and gives the logits ({' x '.join(map(str, row.shape))}) of the split model"
-    text = f"{what} on four conversations over photographs: relative error {row.error:.1e}."
+    text = f"{what} on {row.shape[0]} conversations over photographs: relative error {row.error:.1e}."
     return Check(row.within(report.tolerance), text)
 
 

@@ -33,12 +33,12 @@ class LossTerms:
     """Scalar, int64."""
 
 
-def reduce_token_losses(token_losses: Tensor, rows: Tensor, loss_type: str) -> LossTerms:
+def reduce_token_losses(token_losses: Tensor, samples: Tensor, loss_type: str) -> LossTerms:
     """Reduce the losses of one micro-batch's supervised tokens.
 
     Args:
         token_losses: [n], cross-entropy of each supervised token.
-        rows: [n], number of the sample that each belongs to.
+        samples: [n], number of the sample that each belongs to, whatever row it lies in.
 
     Raises:
         ConfigError: unknown ``loss_type``.
@@ -50,6 +50,6 @@ def reduce_token_losses(token_losses: Tensor, rows: Tensor, loss_type: str) -> L
     if loss_type == "default":
         return LossTerms(total / count.clamp(min=1), count.clamp(max=1))
     if loss_type == "per_sample_loss":
-        samples, sample, tokens = rows.unique(return_inverse=True, return_counts=True)
-        return LossTerms((token_losses.float() / tokens[sample]).sum(), torch.tensor(samples.numel(), device=token_losses.device))
+        numbers, sample, tokens = samples.unique(return_inverse=True, return_counts=True)
+        return LossTerms((token_losses.float() / tokens[sample]).sum(), torch.tensor(numbers.numel(), device=token_losses.device))
     raise ConfigError(f"loss_type {loss_type!r} is unknown; known: {', '.join(get_args(LossType))}")

@@ -7,6 +7,7 @@ A sequence may hold several segments that must not see each other: frames or win
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -58,6 +59,19 @@ class SegmentPlan(PackedSeqParams):
             return cls(groups=tuple(groups))
         order = torch.cat([group.index.flatten() for group in groups])
         return cls(groups=tuple(groups), inverse=torch.argsort(order))
+
+
+def packed_plan(cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int], device: torch.device) -> SegmentPlan:
+    """Plan for a row of several samples: no token sees another sample, and a padding token sees itself alone.
+
+    Args:
+        cu_seqlens: [k + 1], real lengths of the k samples, added up.
+        cu_seqlens_padded: [k + 1], where each sample begins in the row, and where the row ends.
+    """
+    lengths: list[int] = []
+    for real, padded in zip(map(operator.sub, cu_seqlens[1:], cu_seqlens), map(operator.sub, cu_seqlens_padded[1:], cu_seqlens_padded), strict=True):
+        lengths += [real, *[1] * (padded - real)]
+    return SegmentPlan.from_lengths(lengths, device)
 
 
 class SegmentAttention(MegatronModule):

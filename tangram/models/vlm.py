@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tangram.config.model import ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
-from tangram.models.attention import SegmentPlan
+from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.registry import find_component
 from tangram.models.windows import Grid
@@ -119,73 +120,104 @@ class VLMModel(MegatronModule):
         labels: Tensor | None = None,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_padded: Tensor | None = None,
     ) -> dict[str, Any] | Tensor:
         """Run this chunk on one micro-batch.
 
         Args:
             input_ids: [b, s].
             position_ids: [3, b, s].
-            attention_mask: [b, s], 1 for real tokens, or bool [b, s, s], True where a query sees a key; None: all real.
-            labels: [b, s], not shifted, -100 where not supervised.
+            attention_mask: [b, s], 1 for real tokens, or bool [b, s, s], True where a query sees a key; None: all real. Not looked at in a
+                packed row.
+            labels: [b, s], not shifted, -100 where not supervised. In a packed row the first label of each sample is -100.
             pixel_values: [n_patches, channels * frames * side * side]; None without images, and where the chunk needs none.
             image_grid_thw: [n_images, 3].
+            pixel_values_videos: as ``pixel_values``.
+            video_grid_thw: [n_videos, 3].
+            cu_seqlens: [k + 1], the real lengths of a packed row's k samples added up; None: each row is one sample.
+            cu_seqlens_padded: [k + 1], where each begins and the row ends; given with ``cu_seqlens``.
 
         Returns:
             The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
-            supervised positions and their ``rows`` [n], and ``logits`` is None: the head runs on those positions alone. Without labels,
-            ``logits`` is [b, s, padded_vocab / TP].
+            supervised positions and the number of the sample that each belongs to, ``samples`` [n], and ``logits`` is None: the head runs on
+            those positions alone. Without labels, ``logits`` is [b, s, padded_vocab / TP].
 
         Raises:
-            DataError: the image placeholders in ``input_ids`` are not as many as the images' tokens.
+            DataError: the image or video placeholders in ``input_ids`` are not as many as the tokens of the images or videos.
         """
-        grids: list[Grid] = [tuple(grid) for grid in image_grid_thw.tolist()] if image_grid_thw is not None else []
+        images, videos = _grids(image_grid_thw), _grids(video_grid_thw)
         hidden = self.input_tensor
         if self.image_encoder is not None:
-            hidden = self._encode_images(pixel_values, grids, input_ids.device)
+            pixels = [patches for patches in (pixel_values, pixel_values_videos) if patches is not None]
+            hidden = self._encode_media(pixels, images + videos, input_ids.device)
         if self.text_decoder is None:
             assert hidden is not None
             return hidden
         if self.chunk.text_first:
-            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, bool(grids))
-        hidden = self.text_decoder(hidden, position_ids, _text_plan(attention_mask))
+            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, images, videos)
+        if cu_seqlens is None:
+            plan = _text_plan(attention_mask)
+        else:
+            assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
+            plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
+        hidden = self.text_decoder(hidden, position_ids, plan)
         if not self.chunk.text_last:
             return hidden
         if labels is None:
             return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
-        return {"loss_dict": self._losses(hidden, labels), "logits": None}
+        return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
 
-    def _encode_images(self, pixel_values: Tensor | None, grids: list[Grid], device: torch.device) -> Tensor:
-        """Run the vision path; without images on a blank cell, so that collectives match over ranks and micro-batches."""
+    def _encode_media(self, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> Tensor:
+        """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
+        micro-batches."""
         assert self.image_encoder is not None
         section = self.image_encoder.section.vision_encoder
         if not grids:
             side = section.spatial_merge_size
             grids = [(1, side, side)]
-            pixel_values = torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)
-        hidden = pixel_values if self.chunk.vision_first else self.input_tensor
+            pixels = [torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)]
+        assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
+        hidden = torch.cat(pixels) if self.chunk.vision_first else self.input_tensor
         assert hidden is not None
         return self.image_encoder(hidden, grids)
 
-    def _merge(self, embeddings: Tensor, input_ids: Tensor, images: Tensor | None, has_images: bool) -> Tensor:
-        """Put image tokens [n, 1, h] where the placeholders stand in the text embeddings [s, b, h]."""
-        places = input_ids == self.model.img_context_token_id
-        wanted, given = int(places.sum()), images.shape[0] if images is not None and has_images else 0
-        if wanted != given:
-            raise DataError(
-                f"the micro-batch has {wanted} image placeholder tokens but its images give {given}; the text and the images do not belong together"
-            )
-        if images is None:
+    def _merge(self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, images: list[Grid], videos: list[Grid]) -> Tensor:
+        """Put the tokens of all images, then all videos [n, 1, h] where their placeholders stand in the text embeddings [s, b, h]."""
+        is_image = input_ids == self.model.img_context_token_id
+        is_video = input_ids == (-1 if self.model.video_token_id is None else self.model.video_token_id)
+        for kind, places, grids in (("image", is_image, images), ("video", is_video, videos)):
+            wanted, given = int(places.sum()), self._tokens(grids)
+            if wanted != given:
+                raise DataError(
+                    f"the micro-batch has {wanted} {kind} placeholder tokens but its {kind}s give {given}; "
+                    f"the text and the {kind}s do not belong together"
+                )
+        if media is None:
             return embeddings
         # With no place to fill nothing is copied, and the blank image's gradient is exactly zero.
-        merged = embeddings.transpose(0, 1).masked_scatter(places[..., None], images.to(embeddings.dtype))
+        order = torch.cat([places.flatten().nonzero()[:, 0] for places in (is_image, is_video)]).argsort()
+        merged = embeddings.transpose(0, 1).masked_scatter((is_image | is_video)[..., None], media[order].to(embeddings.dtype))
         return merged.transpose(0, 1).contiguous()
 
-    def _losses(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def _tokens(self, grids: list[Grid]) -> int:
+        if self.model.image_encoder is None:
+            return 0
+        return sum(math.prod(grid) for grid in grids) // self.model.image_encoder.vision_encoder.spatial_merge_size**2
+
+    def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None) -> dict[str, Tensor]:
         rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
         logits = self.text_decoder.project(hidden[positions, rows])
         targets = labels[rows, positions + 1]
         losses = vocab_parallel_token_losses(logits, targets, self.model.text_decoder.vocab_size, self.tp_group)
-        return {"token_losses": losses, "rows": rows}
+        samples = rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
+        return {"token_losses": losses, "samples": samples}
+
+
+def _grids(thw: Tensor | None) -> list[Grid]:
+    return [(t, h, w) for t, h, w in thw.tolist()] if thw is not None else []
 
 
 def _text_plan(attention_mask: Tensor | None) -> SegmentPlan | None:

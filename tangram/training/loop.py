@@ -166,7 +166,8 @@ class Loop:
     def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
         """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
         masks = [batch["attention_mask"] for batch in micro_batches]
-        counts = [int(asked), *(sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel, len))]
+        samples = sum(len(batch.get("sample_ids", batch["attention_mask"])) for batch in micro_batches)  # a packed row holds several
+        counts = [int(asked), *(sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel)), samples]
         sums = torch.tensor(counts)
         copies = 1
         if dist.is_initialized() and dist.get_world_size() > 1:

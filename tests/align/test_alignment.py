@@ -62,7 +62,8 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: d
         assert compared.keys() == names, name
         assert all(row.norm > 0 for row in compared.values()), name
     dumped, batch = read_observation(tmp_path), load_file(tmp_path / "batch.safetensors")
-    assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", "pixel_values", "image_grid_thw"}
+    media = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+    assert set(batch) == {"input_ids", "labels", "attention_mask", "position_ids", *media}
     assert dumped.logits.shape == (*batch["input_ids"].shape, 515) and dumped.gradients.keys() == names
     _a_wrong_gradient_is_found(dumped, batch["attention_mask"])
 
@@ -101,6 +102,25 @@ def test_micro_batches_of_any_length_pass_every_split(tiny: dict[bool, Path], tm
         assert outcome.report.passed, f"{outcome.split}: {outcome.report.failures}"
         row = outcome.report.worst("logits")
         assert row is not None and row.shape == (4, 31, 515)
+
+
+@pytest.mark.compat
+def test_a_batch_of_ones_own_may_hold_a_long_video_and_padding_on_the_left(tiny: dict[bool, Path], tmp_path: Path):
+    """A video of 5 x 4 x 4 patches, a second a step, stands at times 1 to 9 (two positions a second), so the text after it begins at 10.
+    transformers 5 would begin it at 3."""
+    model, generator = open_subject(tiny[False], tmp_path).model, torch.Generator().manual_seed(0)
+    words = torch.randint(0, 500, (2, 7), generator=generator)
+    ids = torch.zeros(2, 28, dtype=torch.long)
+    ids[0] = torch.tensor([model.vision_start_token_id, *[model.video_token_id] * 20, *words[0].tolist()])
+    ids[1, 21:] = words[1]
+    labels, mask = torch.full_like(ids, -100), torch.ones_like(ids)
+    labels[:, 22:], mask[1, :21] = ids[:, 22:], 0
+    video = {"pixel_values_videos": torch.randn(80, 1176, generator=generator), "video_grid_thw": torch.tensor([[5, 4, 4]])}
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "second_per_grid_ts": torch.ones(1), **video}
+    (outcome,) = align(tiny[False], [Split()], batch_file=write_batch(batch, tmp_path), micro_batch_size=1)
+    assert outcome.report.passed, outcome.report.failures
+    positions = outcome.batch["position_ids"]
+    assert positions[:, 0, 21:].tolist() == [list(range(10, 17))] * 3 and positions[:, 1, 21:].tolist() == [list(range(7))] * 3
 
 
 @pytest.mark.slow
@@ -152,7 +172,8 @@ def test_the_reference_uses_the_three_dimensional_positions_it_is_given(tiny: di
     own = model.model.get_rope_index
     arguments = forward_arguments(model, batch)
     known = {"mm_token_type_ids": arguments["mm_token_type_ids"]} if "mm_token_type_ids" in arguments else {}
-    theirs, _ = own(input_ids=batch["input_ids"], image_grid_thw=batch["image_grid_thw"], attention_mask=batch["attention_mask"], **known)
+    seconds = {"second_per_grid_ts": batch["second_per_grid_ts"]}
+    theirs, _ = own(batch["input_ids"], **{n: arguments[n] for n in ("image_grid_thw", "video_grid_thw", "attention_mask")}, **seconds, **known)
     real = batch["attention_mask"].bool().expand_as(theirs)
     assert torch.equal(batch["position_ids"][real], theirs[real])
 
@@ -200,5 +221,5 @@ def test_a_fault_in_a_process_comes_back_as_one_line(tiny: dict[bool, Path], tmp
 def test_the_report_is_json(tiny: dict[bool, Path]):
     (outcome,) = align(tiny[False], [Split()], tolerance=0.0)
     content = json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
-    assert not content["passed"] and content["split"]["tensor"] == 1 and content["batch"]["input_ids"][0] == 4
+    assert not content["passed"] and content["split"]["tensor"] == 1 and content["batch"]["input_ids"][0] == 5
     assert "past tolerance 0" in content["failures"][0]

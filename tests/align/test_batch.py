@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tangram.align.batch import blank_like, check_batch, images_per_row, micro_batches, read_batch, write_batch
+from tangram.align.batch import IMAGES, VIDEOS, blank_like, check_batch, media_per_row, micro_batches, read_batch, write_batch
 from tangram.config.model import ModelConfig
 from tangram.errors import DataError
 from tangram.families.base import get_family
@@ -77,8 +77,45 @@ def test_integers_of_any_width_and_pixels_of_any_precision_are_read(tmp_path: Pa
     assert read["input_ids"].dtype == torch.int64 and read["pixel_values"].dtype == torch.float32
 
 
-def test_images_belong_to_rows_by_their_placeholders(model: ModelConfig):
-    assert images_per_row(example(), model) == [1, 0, 2]
+def with_videos() -> dict[str, torch.Tensor]:
+    """The example and a row before it: a video of 2 x 2 x 4 patches (4 tokens) and one of 3 x 2 x 2 (3 tokens)."""
+    row = torch.tensor([[START, *[VIDEO] * 4, START, *[VIDEO] * 3]])
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    wide = {name: torch.nn.functional.pad(example()[name], (0, 3), value=fill) for name, fill in fills.items()}
+    batch = {**example(), "video_grid_thw": torch.tensor([[2, 2, 4], [3, 2, 2]]), "second_per_grid_ts": torch.tensor([0.5, 2.0])}
+    batch["pixel_values_videos"] = torch.arange(100.0, 128.0)[:, None].expand(28, WIDTH).contiguous()
+    batch["input_ids"] = torch.cat([row, wide["input_ids"]])
+    batch["labels"] = torch.cat([torch.full_like(row, -100), wide["labels"]])
+    batch["attention_mask"] = torch.cat([torch.ones_like(row), wide["attention_mask"]])
+    batch["position_ids"] = torch.arange(9).expand(3, 4, 9).contiguous()
+    return batch
+
+
+def test_media_belong_to_rows_by_their_placeholders(model: ModelConfig):
+    assert media_per_row(example(), model, IMAGES) == [1, 0, 2] and media_per_row(example(), model, VIDEOS) == [0, 0, 0]
+    assert media_per_row(with_videos(), model, IMAGES) == [0, 1, 0, 2] and media_per_row(with_videos(), model, VIDEOS) == [2, 0, 0, 0]
+
+
+def test_videos_survive_the_file_and_go_with_their_rows(tmp_path: Path, model: ModelConfig):
+    path = write_batch(with_videos(), tmp_path)
+    read = read_batch(path, model)
+    assert read.keys() == with_videos().keys() and all(torch.equal(read[name], tensor) for name, tensor in with_videos().items())
+    first, second = micro_batches(read, model, 1)[:2]
+    assert first["video_grid_thw"].tolist() == [[2, 2, 4], [3, 2, 2]] and first["second_per_grid_ts"].tolist() == [0.5, 2.0]
+    assert first["pixel_values_videos"][:, 0].tolist() == list(range(100, 128)) and "pixel_values" not in first
+    assert not {"video_grid_thw", "pixel_values_videos", "second_per_grid_ts"} & second.keys() and len(second["pixel_values"]) == 8
+
+
+def test_padding_on_the_left_stays_and_labels_begin_after_the_first_token(model: ModelConfig):
+    batch = example()
+    for name in ("input_ids", "labels", "attention_mask"):
+        batch[name][1] = batch[name][1].roll(2)
+    check_batch(batch, model, "the file")
+    (alone,) = micro_batches(batch, model, 1)[1:2]
+    assert alone["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1]] and alone["input_ids"].tolist() == [[0, 0, 4, 5, 6, 7]]
+    batch["labels"][1, 2] = 4
+    with pytest.raises(DataError, match=r"labels supervise the first token of row 1 \(column 2\), which follows padding"):
+        check_batch(batch, model, "the file")
 
 
 def test_micro_batches_are_as_long_as_their_longest_row_and_take_their_images(model: ModelConfig):
@@ -104,7 +141,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": torch.zeros(3, 6, dtype=torch.long)}, r"position_ids has shape \(3, 6\); .* needs \(3, 3, 6\)"),
     ({"labels": torch.full((3, 6), -100)}, "labels supervise no token"),
     ({"labels": torch.full((3, 6), 64)}, "labels holds ids 64 to 64, but the vocabulary is 0 to 63"),
-    ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]] * 3)}, "must be 1 for tokens and then 0 for padding on the right"),
+    ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]] * 3)}, "must be 1 for the tokens of a row, which follow one another, and 0 for padding"),
+    ({"attention_mask": torch.full((3, 6), 2)}, "attention_mask must be 1 for the tokens"),
     ({"labels": torch.full((3, 6), 5)}, "labels supervise padding"),
     ({"image_grid_thw": None}, "pixel_values and image_grid_thw belong together"),
     ({"pixel_values": torch.zeros(15, WIDTH)}, r"pixel_values has shape \(15, 1176\); .* need \(16, 1176\)"),
@@ -117,7 +155,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"input_ids": torch.tensor([[1, START, IMAGE, IMAGE, 2, 3], [4, 5, 6, 7, 0, 0], [4, 5, 6, 7, 8, 0]])},
         "3 images but the placeholders in input_ids belong to 1",
     ),
-    ({"input_ids": torch.full((3, 6), VIDEO)}, "video placeholders"),
+    (
+        {"input_ids": torch.tensor([[1, START, IMAGE, IMAGE, 2, 3], [4, VIDEO, 6, 7, 0, 0], [START, IMAGE, START, IMAGE, 8, 0]])},
+        "row 1 has 1 video placeholders but its videos make 0 tokens",
+    ),
+    ({"video_grid_thw": torch.tensor([[2, 2, 2]])}, "pixel_values_videos and video_grid_thw belong together"),
+    (
+        {"video_grid_thw": torch.tensor([[2, 2, 2]]), "pixel_values_videos": torch.zeros(4, WIDTH)},
+        r"pixel_values_videos has shape \(4, 1176\); .* need \(8, 1176\)",
+    ),
+    (
+        {"video_grid_thw": torch.tensor([[2, 2, 2]]), "pixel_values_videos": torch.zeros(8, WIDTH)},
+        "1 videos but the placeholders in input_ids belong to 0",
+    ),
+    ({"second_per_grid_ts": torch.ones(1)}, r"second_per_grid_ts has shape \(1,\) for 0 videos"),
 ]
 
 

@@ -39,8 +39,11 @@ def test_text_only_micro_batch_carries_one_blank_cell() -> None:
 
 
 def test_video_patches_count_over_time() -> None:
-    batch = {"input_ids": torch.zeros(1, 9), "image_grid_thw": torch.tensor([[3, 2, 4]])}
-    assert activation_shape(four_stages(), toy_config(tied=True), 0, batch) == (24, 1, 8)
+    """3 x 2 x 4 = 24 patches of a video; with 4 x 6 and 2 x 2 of images 52, which are 13 tokens."""
+    video = {"input_ids": torch.zeros(1, 9), "video_grid_thw": torch.tensor([[3, 2, 4]])}
+    assert activation_shape(four_stages(), toy_config(tied=True), 0, video) == (24, 1, 8)
+    both = {**BATCH, **video}
+    assert [activation_shape(four_stages(), toy_config(tied=True), position, both) for position in (0, 1)] == [(52, 1, 8), (13, 1, 16)]
 
 
 def test_one_forward_one_backward_receives_in_micro_batch_order() -> None:

@@ -120,8 +120,8 @@ def test_answers_are_those_of_transformers_own_greedy_generation(model_dir: Path
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            pixel_values=torch.from_numpy(prompt.patches[0]),
-            image_grid_thw=torch.tensor(prompt.grids),
+            pixel_values=torch.from_numpy(prompt.image_pixels[0]),
+            image_grid_thw=torch.tensor([image.grid for image in prompt.images]),
             max_new_tokens=12,
             do_sample=False,
             eos_token_id=answerer._end,

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tangram.align.reference import token_types
+
 SPECIAL = {"image_token_id": 310, "video_token_id": 311, "vision_start_token_id": 308, "vision_end_token_id": 309}
 TEXT = {
     "hidden_size": 64,
@@ -74,7 +76,7 @@ def run_hf(model: Any, batch: dict[str, Any], positions: torch.Tensor) -> Any:
     """Hugging Face's forward with explicit 3-D positions, under either transformers version."""
     extra = {}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        extra["mm_token_type_ids"] = (batch["input_ids"] == SPECIAL["image_token_id"]).int()
+        extra["mm_token_type_ids"] = token_types(batch["input_ids"], SPECIAL["image_token_id"], SPECIAL["video_token_id"])
     return model(**batch, position_ids=positions, **extra)
 
 

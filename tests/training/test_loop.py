@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tangram.config.run import TrainingConfig
 from tangram.errors import DataError
@@ -88,6 +89,12 @@ def test_metrics_have_one_flat_record_per_step(tmp_path: Path) -> None:
     ]
     assert all(not row["skipped"] and not row["nan"] and row["step_ms"] > 0 and row["tokens_per_s"] > 0 for row in rows)
     assert not any(isinstance(value, dict | list) for row in rows for value in row.values())
+
+
+def test_a_packed_row_counts_its_samples(tmp_path: Path) -> None:
+    row = {**batch([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]), "attention_mask": torch.tensor([[1, 1, 0, 1]])}
+    (record,) = Run(tmp_path, steps=iter([[row]]), train_iters=1).run().rows
+    assert (record["samples"], record["tokens"], record["padded_tokens"]) == (3, 3, 4)
 
 
 def test_a_step_that_is_not_finite_is_printed_counted_and_changes_no_weight(tmp_path: Path) -> None:

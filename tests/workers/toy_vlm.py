@@ -289,6 +289,6 @@ def build_toy_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtype:
             weight = self.text_decoder.embedding.weight if self.borrows else None
             logits = self.text_decoder.output_layer(x[:, None], weight=weight)[0].float()
             losses = vocab_parallel_cross_entropy(logits, labels[rows, where + 1][:, None])[:, 0]
-            return {"loss_dict": {"token_losses": losses, "rows": rows}, "logits": None}
+            return {"loss_dict": {"token_losses": losses, "samples": rows}, "logits": None}
 
     return Toy()

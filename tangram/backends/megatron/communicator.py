@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 def activation_shape(topology: Topology, model: ModelConfig, position: int, batch: Batch) -> Shape:
     """Shape of what the chunk at ``position`` hands to the next chunk for one micro-batch.
 
-    Text hidden states [s, b, h_text] once the text decoder has begun, image tokens [n_merged, 1, h_text] after the projector, hidden
-    states of patches [n_patches, 1, h_vision] inside the vision encoder. Without images the vision path carries one blank cell.
+    Text hidden states [s, b, h_text] once the text decoder has begun, tokens of images and videos [n_merged, 1, h_text] after the projector,
+    hidden states of their patches [n_patches, 1, h_vision] inside the vision encoder. Without any the vision path carries one blank cell.
     """
     chunk = topology.order[position]
     if chunk.has_text:
@@ -37,8 +37,8 @@ def activation_shape(topology: Topology, model: ModelConfig, position: int, batc
     assert model.image_encoder is not None
     encoder = model.image_encoder.vision_encoder
     cell = encoder.spatial_merge_size**2
-    grids = batch.get("image_grid_thw")
-    patches = cell if grids is None or len(grids) == 0 else int(grids.prod(dim=-1).sum())
+    grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
+    patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
     if chunk.vision_last:
         return (patches // cell, 1, model.text_decoder.hidden_size)
     return (patches, 1, encoder.hidden_size)

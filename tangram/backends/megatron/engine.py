@@ -325,7 +325,7 @@ def _default_forward_step(loss_type: str, device: torch.device, dtype: torch.dty
 
     def loss_func(output: Any) -> Any:
         losses = output["loss_dict"]
-        terms = reduce_token_losses(losses["token_losses"], losses["rows"], loss_type)
+        terms = reduce_token_losses(losses["token_losses"], losses["samples"], loss_type)
         return report_loss(terms.numerator, terms.denominator)
 
     def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:

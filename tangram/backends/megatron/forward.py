@@ -17,7 +17,18 @@ LossFunction = Callable[[Any], LossReport]
 ForwardStep = Callable[[Iterator[Batch], torch.nn.Module], tuple[Any, LossFunction]]
 """``forward_step(iterator, model) -> (output, loss_func)``; ``loss_func`` is called on the last stage only."""
 
-MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values", "image_grid_thw")
+MODEL_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "labels",
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+)
 
 
 def get_batch(iterator: Iterator[Batch], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

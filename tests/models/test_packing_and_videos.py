@@ -1,0 +1,179 @@
+"""Packed rows and videos in the assembled model, in one process: against unpacked rows, and against Hugging Face."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tangram.config.model import ModelConfig
+from tangram.data.collate import Collator
+from tangram.data.encode import EncodedSample
+from tangram.data.media import Medium
+from tangram.errors import DataError
+from tangram.families import get_family
+from tangram.losses.modes import reduce_token_losses
+from tangram.models.attention import packed_plan
+from tangram.models.vlm import VLMModel
+from tests.models.conftest import SPECIAL, hf_config, make_hf, run_hf
+from tests.models.test_against_hf import assemble, canonical_gradients, relative
+
+IMAGE, VIDEO, START, END = (SPECIAL[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
+LOSS_TYPES = ("default", "per_sample_loss", "per_token_loss")
+MODEL_ONLY = ("input_ids", "attention_mask", "position_ids", "labels", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+PACKED = (*MODEL_ONLY, "cu_seqlens", "cu_seqlens_padded")
+
+Grid = tuple[int, int, int]
+
+
+def make_sample(number: int, *parts: int | list[int] | Grid, seed: int = 0) -> EncodedSample:
+    """A sample of words (lists), images and videos (grids; more than one step is a video); words divisible by 3 and media are not learnt."""
+    generator = np.random.default_rng([number, seed])
+    sample = EncodedSample(number, image_pixels=[], video_pixels=[])
+    for part in parts:
+        if isinstance(part, list):
+            sample.input_ids += part
+            continue
+        t, h, w = part
+        patches = generator.standard_normal((t * h * w, 1176), dtype=np.float32)
+        media, pixels = (sample.images, sample.image_pixels) if t == 1 else (sample.videos, sample.video_pixels)
+        media.append(Medium(part, None if t == 1 else 1.5))
+        pixels.append(patches)
+        sample.input_ids += [START, *[IMAGE if t == 1 else VIDEO] * (t * h * w // 4), END]
+    sample.labels = [token if token < 300 and token % 3 else -100 for token in sample.input_ids]
+    return sample
+
+
+def mixed() -> list[EncodedSample]:
+    """An image; text alone; a video that lasts longer than it is wide; a video before an image; two images and no label."""
+    samples = [
+        make_sample(0, [1, 2], (1, 4, 6), list(range(40, 52))),
+        make_sample(1, list(range(100, 117))),
+        make_sample(2, [7], (5, 4, 4), [8, 10, 11, 13]),
+        make_sample(3, [22], (2, 6, 8), [23, 25], (1, 8, 4), list(range(60, 71))),
+        make_sample(4, (1, 4, 4), (1, 6, 4), [3, 6, 9]),
+    ]
+    assert all(label == -100 for label in samples[4].labels)
+    return samples
+
+
+def collate(model: ModelConfig, samples: list[EncodedSample], packing: bool, multiple: int = 1) -> dict[str, Any]:
+    batch = Collator(get_family(model.model_id).rope_index, model, 0, multiple, packing)([[one] for one in samples])
+    return {name: batch[name] for name in (PACKED if packing else MODEL_ONLY) if name in batch}
+
+
+def gradients_of(built: VLMModel, batch: dict[str, Any], loss_type: str) -> tuple[torch.Tensor, int, dict[str, torch.Tensor]]:
+    built.zero_grad()
+    losses = built(**batch)["loss_dict"]
+    terms = reduce_token_losses(losses["token_losses"], losses["samples"], loss_type)
+    (terms.numerator / terms.denominator).backward()
+    return terms.numerator.detach() / terms.denominator, int(terms.denominator), {n: p.grad.clone() for n, p in built.named_parameters()}
+
+
+def hf_loss(logits: torch.Tensor, labels: torch.Tensor, loss_type: str) -> torch.Tensor:
+    """The loss types by their definitions, row by row."""
+    rows = []
+    for scores, row in zip(logits[:, :-1], labels[:, 1:], strict=True):
+        rows.append(torch.nn.functional.cross_entropy(scores[row != -100], row[row != -100], reduction="none"))
+    if loss_type == "per_sample_loss":
+        return torch.stack([row.mean() for row in rows if len(row)]).mean()
+    return torch.cat(rows).mean()
+
+
+def all_relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    return relative(torch.cat([found[name].flatten() for name in wanted]), torch.cat([wanted[name].flatten() for name in wanted]))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl"])
+def test_packed_rows_train_as_samples_of_their_own_and_as_hugging_face(one_process: None, family: str) -> None:
+    hf = make_hf(family)
+    built, placement = assemble(hf, family)
+    apart, together = collate(built.model, mixed(), packing=False), collate(built.model, mixed(), packing=True, multiple=8)
+    assert together["cu_seqlens"].tolist() == [0, 22, 39, 66, 116, 133] and together["cu_seqlens_padded"].tolist() == [0, 24, 48, 80, 136, 160]
+    counts = {"default": 1, "per_sample_loss": 4, "per_token_loss": int((together["labels"][:, 1:] != -100).sum())}
+    inputs = {name: tensor for name, tensor in apart.items() if name not in ("labels", "position_ids")}
+    for loss_type in LOSS_TYPES:
+        hf.zero_grad()
+        reference = hf_loss(run_hf(hf, inputs, apart["position_ids"]).logits, apart["labels"], loss_type)
+        reference.backward()
+        loss, count, wanted = gradients_of(built, apart, loss_type)
+        packed_loss, packed_count, found = gradients_of(built, together, loss_type)
+        assert packed_count == count == counts[loss_type]
+        assert relative(packed_loss, loss) < 1e-6 and relative(packed_loss, reference) < 1e-6, loss_type
+        assert all_relative(found, wanted) < 1e-6, loss_type
+        gradients = canonical_gradients(built, placement, hf)
+        worst = max((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
+        assert worst[0] < 1e-5, (loss_type, worst)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [make_sample(0, [1, 2], (3, 4, 8), [4, 5]), make_sample(1, (2, 8, 6), (4, 4, 4), [7, 8])],
+        [make_sample(0, [1, 2], (2, 4, 6), [4, 5], (1, 6, 4), (2, 4, 4), [7]), make_sample(1, (1, 4, 4), [7, 8, 10])],
+        [make_sample(0, list(range(20)))],
+    ],
+    ids=["videos alone", "videos and images in turn", "no media"],
+)
+@pytest.mark.parametrize("packing", [False, True])
+def test_any_mixture_of_media_gives_hugging_faces_logits(one_process: None, samples: list[EncodedSample], packing: bool) -> None:
+    hf = make_hf("qwen2_5_vl")
+    built, _ = assemble(hf, "qwen2_5_vl")
+    apart = collate(built.model, samples, packing=False)
+    inputs = {name: tensor for name, tensor in apart.items() if name not in ("labels", "position_ids")}
+    real = apart["attention_mask"].bool()
+    wanted = run_hf(hf, inputs, apart["position_ids"]).logits[real]
+    batch = collate(built.model, samples, packing, multiple=4)
+    logits = built(**{**batch, "labels": None})["logits"][batch["attention_mask"].bool()]
+    assert relative(logits, wanted) < 1e-5
+
+
+def test_no_token_sees_another_sample_or_padding(one_process: None) -> None:
+    """Bit-equal, as the shapes are: what is computed for one sample takes nothing from its neighbours."""
+    built, _ = assemble(make_hf("qwen2_5_vl"), "qwen2_5_vl")
+    first, second = mixed()[0], mixed()[3]
+    batch = collate(built.model, [first, second], packing=True, multiple=16)
+    logits = built(**{**batch, "labels": None})["logits"]
+    padding = batch["attention_mask"] == 0
+    assert padding[0, len(first.input_ids)] and padding[0, -1]
+    noisy = {**batch, "input_ids": torch.where(padding, 77, batch["input_ids"]), "labels": None}
+    assert torch.equal(built(**noisy)["logits"][~padding], logits[~padding])
+    other = make_sample(0, [5, 4], (1, 4, 6), list(range(80, 92)), seed=1)
+    changed = built(**{**collate(built.model, [other, second], packing=True, multiple=16), "labels": None})["logits"]
+    start = batch["cu_seqlens_padded"][1]
+    assert torch.equal(changed[:, start:], logits[:, start:]) and not torch.equal(changed[:, :start], logits[:, :start])
+
+
+def test_a_padding_token_sees_itself_alone() -> None:
+    plan = packed_plan([0, 3, 5], [0, 4, 8], torch.device("cpu"))
+    segments = sorted(segment for group in plan.groups for segment in group.index.tolist())
+    assert segments == [[0, 1, 2], [3], [4, 5], [6], [7]]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("grids", [[(3, 4, 6)], [(1, 8, 10), (2, 12, 4), (4, 4, 4)]])
+def test_frames_of_a_video_see_what_hugging_faces_see(one_process: None, family: str, grids: list[Grid]) -> None:
+    hf = make_hf(family)
+    built, _ = assemble(hf, family)
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1176)
+    visual = hf.model.visual(pixels, grid_thw=torch.tensor(grids))
+    visual = visual if isinstance(visual, torch.Tensor) else visual.pooler_output
+    assert built.image_encoder is not None
+    assert relative(built.image_encoder(pixels, grids)[:, 0], visual) < 1e-5
+
+
+def test_videos_that_do_not_fit_their_placeholders_are_refused_with_both_numbers(one_process: None) -> None:
+    built, _ = assemble(make_hf("qwen2_5_vl"), "qwen2_5_vl")
+    batch = collate(built.model, [make_sample(0, [1], (2, 4, 4), [2, 4])], packing=False)
+    del batch["pixel_values_videos"], batch["video_grid_thw"]
+    with pytest.raises(DataError, match="8 video placeholder tokens but its videos give 0; the text and the videos"):
+        built(**batch)
+
+
+def test_the_model_config_says_which_tokens_are_videos() -> None:
+    model = get_family("qwen2_5_vl").from_hf_config(hf_config(make_hf("qwen2_5_vl")))
+    assert (model.img_context_token_id, model.video_token_id) == (IMAGE, VIDEO)
