@@ -86,10 +86,18 @@ class SampleEncoder:
                 the message names the sample.
         """
         encoded = self.tokens(sample)
+        self.add_pixels(encoded, sample)
+        return encoded
+
+    def add_pixels(self, encoded: EncodedSample, sample: Conversation) -> None:
+        """Read the pixels of the media that stand in ``encoded``, where pixels are wanted.
+
+        Raises:
+            DataError: a file that cannot be decoded.
+        """
         if self.media and self.needs_pixels:
             encoded.image_pixels = [self.media.image_pixels(path, sample.where) for path in sample.images[: len(encoded.images)]]
             encoded.video_pixels = []
-        return encoded
 
     def tokens(self, sample: Conversation) -> EncodedSample:
         """Encode one conversation without pixels; of media files only the headers are read.

@@ -31,7 +31,7 @@ from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
 from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
-from tangram.data.loader import build_loader, global_batch_size
+from tangram.data.build import build_loader, global_batch_size
 from tangram.families import get_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
