@@ -34,7 +34,7 @@ class BadSampleReport:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._seen: set[int] = set()
+        self._seen: set[Skip] = set()
         if path is not None:
             if path.exists() and not path.is_file():
                 raise ConfigError(f"bad_samples_report {path}: {'a folder' if path.is_dir() else 'no regular file'}; give the path of a file")
@@ -51,30 +51,22 @@ class BadSampleReport:
         Returns:
             Whether it was new.
         """
-        if skip.sample in self._seen:
+        if skip in self._seen:
             return False
-        self._seen.add(skip.sample)
+        self._seen.add(skip)
         if self.path is None:
             return True
+        line = json.dumps(skip._asdict(), ensure_ascii=False).encode("utf-8", "surrogateescape")
         with self.path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             text = file.read()
             # A process that was killed while it wrote leaves half a line.
             whole = text[: text.rfind(b"\n") + 1]
-            if len(whole) != len(text):
-                file.truncate(len(whole))
-            if skip.sample in {_sample_of(line) for line in whole.splitlines()}:
+            file.truncate(len(whole))
+            if line in whole.splitlines():
                 return False
-            file.write(json.dumps(skip._asdict(), ensure_ascii=False).encode() + b"\n")
+            file.write(line + b"\n")
             file.flush()
             os.fsync(file.fileno())
         return True
-
-
-def _sample_of(line: bytes) -> int | None:
-    try:
-        number = json.loads(line)["sample"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return number if isinstance(number, int) else None
