@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tangram
+from tangram.config.data import BasicParameters
 from tangram.config.run import RunConfig
 from tangram.data.content import content_hash
 from tangram.data.encode import SampleEncoder
@@ -49,7 +50,7 @@ def encoding_key(run: RunConfig, encoder: SampleEncoder, split: str) -> dict[str
         "dataset": f"sha256:{content_hash(basic, split)}",
         "dataset_dir": basic.dataset_dir,
         "attr": data.attr.model_dump(),
-        "mixing": {**{key: getattr(basic, key) for key in MIXING}, "seed": run.training.seed},
+        "mixing": {**{key: getattr(basic, key) for key in MIXING}, "seed": run.training.seed if _draws(basic) else None},
         "template": plain(encoder.template),
         "chat_template": None if basic.chat_template is None else file_hash(Path(basic.chat_template)),
         "tokenizer": {path.name: file_hash(path) for path in hf_files(data.preprocess_parameters.model_name_or_path)},
@@ -58,6 +59,11 @@ def encoding_key(run: RunConfig, encoder: SampleEncoder, split: str) -> dict[str
         "cutoff": encoder.cutoff,
         "labels": {key: getattr(basic, key) for key in LABELS},
     }
+
+
+def _draws(basic: BasicParameters) -> bool:
+    """Whether the seed decides which samples there are, or where."""
+    return basic.mix_strategy != "concat" or basic.val_rate is not None or any(not Path(name).exists() for name in basic.dataset.split(","))
 
 
 def hf_files(folder: str) -> list[Path]:
