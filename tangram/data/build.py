@@ -11,7 +11,7 @@ from tangram.config.run import RunConfig
 from tangram.data.bad_samples import BadSampleReport, Skip
 from tangram.data.cache import TokenCache, forget, open_cache
 from tangram.data.cache_key import encoding_key
-from tangram.data.choice import check_choices, cutoff, has_validation
+from tangram.data.choice import check_choices, cutoff, has_validation, needs_sizes
 from tangram.data.collate import get_collator
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import SampleEncoder
@@ -216,6 +216,14 @@ def build_order(
     loading, size, seed = run.data.dataloader_param, global_batch_size(run, data_parallel_size), run.training.seed
     if split == "valid":
         return GlobalOrder(len(source.dataset), size, seed=seed, drop_last=False, repeat=False)
+    if run.data.dataset_param.basic_parameters.streaming:
+        from tangram.data.orders.choice import streaming_order
+
+        return streaming_order(run, size, source.dataset.has)
+    if needs_sizes(run):
+        from tangram.data.orders.choice import training_order
+
+        return training_order(run, size, len(source.dataset), cutoff(run), sizes_of(run, source, share, report))
     return GlobalOrder(len(source.dataset), size, seed=seed, shuffle=loading.shuffle, drop_last=loading.tail_policy == "drop")
 
 

@@ -245,7 +245,7 @@ def _look_after(workers: Sequence[Any], board: Board, describe: Describe, patien
             slot, code = board.slot_of(worker.pid), worker.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             raise DataError(
-                f"data worker {'' if slot is None else slot} (process {worker.pid}) {how} {board.doing(slot, describe)}; out of memory? "
+                f"data worker {workers.index(worker)} (process {worker.pid}) {how} {board.doing(slot, describe)}; out of memory? "
                 "lower num_workers or prefetch_factor, or look at what it was reading"
             )
     for slot in range(board.workers):
