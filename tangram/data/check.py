@@ -12,7 +12,6 @@ from tangram.data.choice import check_choices, has_validation
 from tangram.data.dataset import ConversationDataset
 from tangram.data.images import ImageProcessor
 from tangram.data.sampler import GlobalOrder
-from tangram.data.source import media_paths
 from tangram.errors import DataError
 
 
@@ -24,7 +23,8 @@ def check_data(run: RunConfig, data_parallel_size: int = 1, read_headers: bool =
         read_headers: False: only look whether image files are there.
 
     Returns:
-        What there is to say of the samples. With ``bad_samples`` skip those that cannot be used are counted.
+        What there is to say of the samples. With ``bad_samples`` skip those that cannot be used are counted, but for a streamed dataset,
+        which is not looked through beforehand.
 
     Raises:
         ConfigError, DataError: the first fault; with ``bad_samples`` skip only if no sample can be used.
@@ -35,10 +35,11 @@ def check_data(run: RunConfig, data_parallel_size: int = 1, read_headers: bool =
     said = basic.dataset
     for split in ("train", *(["valid"] if has_validation(run) else [])):
         dataset = build_dataset(run, split)
-        if split == "train":
+        if split == "train" and not basic.streaming:
             GlobalOrder(len(dataset), global_batch_size(run, data_parallel_size), drop_last=run.data.dataloader_param.tail_policy == "drop")
         if basic.bad_samples == "fail":
             dataset.check(images if read_headers else None)
+        if basic.bad_samples == "fail" or (basic.streaming and split == "train"):
             continue
         faults = list(find_faults(dataset, images if read_headers else None))
         check_faults(faults, len(dataset), skip=True)
@@ -59,11 +60,11 @@ def find_faults(dataset: ConversationDataset, images: ImageProcessor | None) -> 
         try:
             conversation = dataset[sample]
             where = conversation.where
-            for path in media_paths(conversation):
+            for path in conversation.images:
                 if path not in there:
                     there[path] = Path(path).is_file()
                 if not there[path]:
-                    raise DataError(f"{path}: no such file, in {where}")
+                    raise DataError(f"{path}: no such image file, in {where}")
             if images is not None:
                 for path in conversation.images:
                     images.grid(path, where)

@@ -26,6 +26,8 @@ Describe = Callable[[int], str]
 POLL_SECONDS = 0.2
 LEAVE_SECONDS = 10.0
 """How long the thread that waits for workers may take to leave."""
+DEATH_SECONDS = 5.0
+"""How long a killed worker may take to die; one that waits for a file system that does not answer never does."""
 NAMED = 16
 """Samples of a micro-batch that the board has room for."""
 PID, SINCE, SAMPLE, COUNT, IDS = range(5)
@@ -217,7 +219,8 @@ def from_workers(loader: DataLoader[Any], board: Board, describe: Describe, pati
         if failed or thread.is_alive():
             for worker in workers:
                 worker.kill()
-            thread.join(POLL_SECONDS)
+            for worker in workers:
+                worker.join(DEATH_SECONDS)
 
 
 def _hand_over(readings: Iterator[Any], ready: queue.Queue[Any], over: threading.Event) -> None:
@@ -245,7 +248,7 @@ def _look_after(workers: Sequence[Any], board: Board, describe: Describe, patien
             slot, code = board.slot_of(worker.pid), worker.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             raise DataError(
-                f"data worker {workers.index(worker)} (process {worker.pid}) {how} {board.doing(slot, describe)}; out of memory? "
+                f"data worker{'' if slot is None else f' {slot}'} (process {worker.pid}) {how} {board.doing(slot, describe)}; out of memory? "
                 "lower num_workers or prefetch_factor, or look at what it was reading"
             )
     for slot in range(board.workers):

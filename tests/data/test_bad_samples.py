@@ -90,7 +90,7 @@ def test_ranks_without_vision_skip_the_same_samples(make_run: MakeRun, one_broke
 def test_nothing_left_is_an_error(make_run: MakeRun, record: Any, write_json: Any) -> None:
     rows = [record("<image>", "a", images=["gone.png"]), record("<image>", "b")]
     run = make_run(write_json(rows), basic={"bad_samples": "skip"})
-    with pytest.raises(DataError, match=r"gone.png: no such file, in .*record 0 \(the first of 2 of 2 samples that cannot be used\)"):
+    with pytest.raises(DataError, match=r"gone.png: no such image file, in .*record 0 \(the first of 2 of 2 samples that cannot be used\)"):
         check_data(run)
 
 
