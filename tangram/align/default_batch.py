@@ -19,7 +19,7 @@ from tangram.data.encode import EncodedSample, SampleEncoder
 from tangram.data.images import Grid, ImageProcessor
 from tangram.data.media import Media, Medium
 from tangram.data.template import get_template
-from tangram.data.tokenizer import PAD, load_tokenizer
+from tangram.data.tokenizer import load_tokenizer
 from tangram.errors import ConfigError
 from tangram.families.base import Family
 
@@ -154,7 +154,7 @@ def photo_batch(hf_dir: Path, family: Family, model: ModelConfig) -> Tensors:
     if has_videos(model):
         photo, turn = PAN_ROW
         samples.append(panned(encoded(len(samples), [photo], [turn]), model))
-    return _tensors(Collator(family.rope_index, model, tokenizer.id(PAD))([[sample] for sample in samples]))
+    return _tensors(Collator(family.rope_index, model, tokenizer.pad_id)([[sample] for sample in samples]))
 
 
 def panned(sample: EncodedSample, model: ModelConfig) -> EncodedSample:

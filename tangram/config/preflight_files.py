@@ -129,13 +129,12 @@ def _check_vocabulary(given: Path, own: Path) -> None:
 
 def samples(subject: Subject) -> str:
     """The samples: format, images, placeholders, and enough of them for one step. Image files are looked for, not opened."""
-    from tangram.data.loader import check_data
+    from tangram.data.check import check_data
 
     parameters = subject.run.data.dataset_param.basic_parameters
     if not Path(parameters.dataset_dir).is_dir():
         raise DataError(f"basic_parameters.dataset_dir {parameters.dataset_dir}: no such folder; correct the path")
-    check_data(subject.run, subject.data_parallel or 1, read_headers=False)
-    return parameters.dataset
+    return check_data(subject.run, subject.data_parallel or 1, read_headers=False)
 
 
 def save_folder(subject: Subject) -> str:

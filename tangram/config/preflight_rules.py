@@ -192,13 +192,15 @@ def freezing(subject: Subject) -> str:
 
 def evaluation(subject: Subject) -> str:
     training, data = subject.run.training, subject.run.data.dataset_param.basic_parameters
-    if training.eval_iters and data.val_dataset is None:
+    if training.eval_iters and data.val_dataset is None and data.val_rate is None:
         raise ConfigError(
-            f"eval_iters {training.eval_iters} needs basic_parameters.val_dataset of the data config; give it, or leave out eval_iters and "
-            "eval_interval"
+            f"eval_iters {training.eval_iters} needs basic_parameters.val_dataset or val_rate of the data config; give one, or leave out "
+            "eval_iters and eval_interval"
         )
     if data.val_dataset is not None and not training.eval_iters:
         raise ConfigError(f"val_dataset {data.val_dataset} would never be read; set eval_interval and eval_iters, or remove val_dataset")
+    if data.val_rate is not None and not training.eval_iters:
+        raise ConfigError(f"the samples that val_rate {data.val_rate} sets aside would never be read; set eval_interval and eval_iters, or remove it")
     return f"{training.eval_iters} steps every {training.eval_interval}" if training.eval_iters else "off"
 
 

@@ -158,7 +158,8 @@ DATA: dict[Path, dict[str, Entry]] = {
     },
     ("dataset_param", "attr"): {
         **dict.fromkeys(("audios", "chosen", "rejected"), _NULL),
-        **dict.fromkeys(("packing", "ranking", "pretrain"), _OFF),
+        "packing": Only((False, None), "basic_parameters.packing switches it on"),
+        **dict.fromkeys(("ranking", "pretrain"), _OFF),
     },
     ("dataloader_param",): {
         "batch_size": NoEffect("micro_batch_size of the run is used"),

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tangram.config.data import BasicParameters, DatasetAttr
 from tangram.data import mixing
-from tangram.data.conversation import Conversation
+from tangram.data.conversation import Conversation, Video
 from tangram.data.files import Source, find_sources
-from tangram.data.images import ImageProcessor
+from tangram.data.media import Media
 from tangram.data.stored import StoredSamples
 from tangram.errors import ConfigError, DataError
 
@@ -129,34 +129,34 @@ class ConversationDataset:
                 raise content
             yield content
 
-    def faults(self, images: ImageProcessor | None = None, *, files: bool = True) -> Iterator[tuple[int, DataError]]:
+    def faults(self, media: Media | None = None, *, files: bool = True) -> Iterator[tuple[int, DataError]]:
         """Index and fault of every sample that cannot be used, one each.
 
         Args:
-            images: given: the header of every image is read too, which finds files that are no images or too thin.
+            media: given: the header of every file is read too, which finds what is no image or video, or too thin.
             files: whether media files must be there.
 
         Raises:
             DataError: a streamed file that is damaged, where the damage is reached: behind it no record can be told from the next.
         """
-        seen = _MediaFiles(images)
+        seen = _MediaFiles(media)
         for index, content in enumerate(self._walk()):
             fault = content if isinstance(content, DataError) else seen.fault(content) if files else None
             if fault is not None:
                 yield index, fault
 
-    def check(self, images: ImageProcessor | None = None) -> None:
+    def check(self, media: Media | None = None) -> None:
         """Check the format of every record, its placeholders against its media, and that the media files are there; nothing is decoded.
 
         Of a streamed dataset the first 1,000 samples are checked.
 
         Args:
-            images: as in ``faults``.
+            media: as in ``faults``.
 
         Raises:
             DataError: the first fault, with how many media files are missing in all where that is the fault.
         """
-        seen = _MediaFiles(images)
+        seen = _MediaFiles(media)
         for content in islice(self._walk(), CHECKED_OF_STREAM if self.samples.streaming else None):
             fault = content if isinstance(content, DataError) else seen.fault(content)
             if fault is not None and not isinstance(fault, MissingFile):
@@ -189,11 +189,11 @@ class MissingFile(DataError):
 class _MediaFiles:
     """Looks for media files, once each."""
 
-    def __init__(self, images: ImageProcessor | None) -> None:
-        self._images = images
+    def __init__(self, media: Media | None) -> None:
+        self._media = media
         self.there: dict[str, bool] = {}
-        self._good: set[str] = set()
-        """Images whose headers have been read."""
+        self._good: set[str | Video] = set()
+        """Images and videos whose headers have been read."""
         self.first_missing: MissingFile | None = None
 
     @property
@@ -210,16 +210,19 @@ class _MediaFiles:
                 fault = MissingFile(f"{path}: no such {kind} file, in {sample.where}")
                 self.first_missing = self.first_missing or fault
                 found = found or fault
-            elif kind == "image" and self._images is not None and path not in self._good:
-                found = found or self._header_fault(self._images, path, sample.where)
+        if self._media is None:
+            return found
+        for medium in (*sample.images, *sample.videos):
+            if found is None and medium not in self._good:
+                found = self._header_fault(self._media, medium, sample.where)
         return found
 
-    def _header_fault(self, images: ImageProcessor, path: str, where: str) -> DataError | None:
+    def _header_fault(self, media: Media, medium: str | Video, where: str) -> DataError | None:
         try:
-            images.grid(path, where)
+            media.video(medium, where) if isinstance(medium, Video) else media.image(medium, where)
         except DataError as fault:
             return fault
-        self._good.add(path)
+        self._good.add(medium)
         return None
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from tangram.config.run import RunConfig
 from tangram.data.conversation import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from tangram.data.media import Media, Medium
 from tangram.data.template import PLACEHOLDER, ChatTemplate, Piece
@@ -18,18 +17,6 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 """Label of a position that is not learnt."""
-
-
-def cutoff(run: RunConfig) -> int:
-    """Longest sample of a run, tokens: data.json's ``cutoff_len``, else ``seq_length``.
-
-    Raises:
-        ConfigError: the first is larger than the second.
-    """
-    wanted, longest = run.data.dataset_param.basic_parameters.cutoff_len, run.training.seq_length
-    if wanted is not None and wanted > longest:
-        raise ConfigError(f"basic_parameters.cutoff_len {wanted} is larger than seq_length {longest}; lower the first or raise the second")
-    return longest if wanted is None else wanted
 
 
 @dataclass

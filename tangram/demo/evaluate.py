@@ -18,7 +18,7 @@ from tangram.data.encode import IGNORE, EncodedSample, SampleEncoder
 from tangram.data.images import ImageProcessor
 from tangram.data.media import Media
 from tangram.data.template import get_template
-from tangram.data.tokenizer import PAD, TURN_END, load_tokenizer
+from tangram.data.tokenizer import TURN_END, load_tokenizer
 from tangram.demo.data import DemoData, Question
 from tangram.families.base import get_family
 
@@ -91,7 +91,7 @@ class Answerer:
         self.tokenizer = load_tokenizer(hf_dir, model)
         images = ImageProcessor.from_config(limits, model.image_encoder.vision_encoder)
         self._encode = SampleEncoder(self.tokenizer, get_template(family.template), Media(images), cutoff=model.text_decoder.max_position_embeddings)
-        self._collate = Collator(family.rope_index, model, self.tokenizer.id(PAD))
+        self._collate = Collator(family.rope_index, model, self.tokenizer.pad_id)
         self._end = self.tokenizer.id(TURN_END)
         self.model: Any = load_reference(hf_dir)
 

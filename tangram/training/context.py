@@ -28,6 +28,7 @@ class Context:
         chunk_arguments: arguments of ``build_model_chunk`` while ``model_provider`` is called.
         data_rank, data_size: place among data-parallel ranks.
         needs_pixels: this rank holds vision layers.
+        reports_data: this rank is the one of those with the same ``data_rank`` that lists skipped samples.
     """
 
     run: RunConfig
@@ -38,6 +39,7 @@ class Context:
     data_rank: int = 0
     data_size: int = 1
     needs_pixels: bool = True
+    reports_data: bool = True
     chunk_arguments: Mapping[str, Any] | None = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -31,16 +30,19 @@ from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
 from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
-from tangram.data.loader import build_loader, global_batch_size
+from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
+from tangram.data.choice import has_validation
 from tangram.families import get_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
 from tangram.training.failure import SharedFailure
+from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
 from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.schedule import LearningRate
+from tangram.training.shared import from_first_rank
 from tangram.training.summary import summary_table
 from tangram.training.weights import put_weights
 
@@ -97,10 +99,22 @@ def _train(run: RunConfig, engine: MegatronEngine, context: Context, datasets: D
     progress = put_weights(engine, manager)
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
+    context.reports_data = engine.ranks.tensor_parallel_rank == engine.ranks.pipeline_parallel_rank == 0
+    _clear_the_way(run, progress)
     train_data, valid_data = datasets([training.train_iters * batch, training.eval_iters * batch, 0])[:2]
     count = batch // (training.micro_batch_size * copies)
     valid = None if valid_data is None else lambda: steps_of(valid_data() if callable(valid_data) else valid_data, count)
     return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress)
+
+
+def _clear_the_way(run: RunConfig, progress: Progress) -> None:
+    """Remove what earlier runs left that this one makes anew, before any rank looks for it."""
+    if dist.get_rank() == 0:
+        forget_caches(run, get_family(run.model.config.model_id))
+        if progress.consumed_samples == 0:
+            bad_sample_report(run).start_anew()
+    if dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def _loop(
@@ -125,18 +139,24 @@ def _loop(
             training=training,
             global_batch_size=batch,
             steps=steps,
-            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {"skipped": at.skipped, **known})) if folder is not None else None,
+            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {**_counts(at), **known})) if folder is not None else None,
             valid_steps=valid,
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
             profiler=profiler,
             after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
+            skips_samples=run.data.dataset_param.basic_parameters.bad_samples == "skip",
         )
         try:
             return loop.run()
         finally:
             if reporter is not None:
                 reporter.close()
+
+
+def _counts(progress: Progress) -> dict[str, int]:
+    """What a checkpoint keeps of the loop besides its position."""
+    return {"skipped": progress.skipped, "skipped_samples": progress.skipped_samples}
 
 
 class _Reporter:
@@ -191,10 +211,10 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
     family = get_family(context.run.model.config.model_id)
 
     def loader(split: str, consumed: int) -> Steps:
-        return build_loader(context.run, family, context.data_rank, context.data_size, consumed, context.needs_pixels, split)
+        place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
+        return build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank)
 
-    has_valid = context.run.data.dataset_param.basic_parameters.val_dataset is not None
-    return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_valid else None, None
+    return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_validation(context.run) else None, None
 
 
 def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointManager:
@@ -205,8 +225,8 @@ def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointMa
         topology=engine.topology,
         data_parallel=engine.data_parallel_size,
         hf_config=read_hf_config(source) if has_config and source is not None else {},
-        tokenizer_hash=_tokenizer_hash(run),
-        dataset_fingerprint=_dataset_fingerprint(run, batch),
+        tokenizer_hash=tokenizer_hash(run),
+        dataset_fingerprint=from_first_rank(lambda: dataset_fingerprint(run, batch)),
         seed=run.training.seed,
         schedule=LearningRate(run.training).facts(),
     )
@@ -222,25 +242,3 @@ def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointMa
         no_load_optim=training.no_load_optim,
         no_load_rng=training.no_load_rng,
     )
-
-
-def _tokenizer_hash(run: RunConfig) -> str:
-    folder = Path(run.data.dataset_param.preprocess_parameters.model_name_or_path)
-    digest = hashlib.sha256()
-    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
-        path = folder / name
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _dataset_fingerprint(run: RunConfig, batch: int) -> str:
-    """Changes when the samples, their order or the global batch do, so that a data position keeps its meaning; a reader sees which."""
-    basic, loading = run.data.dataset_param.basic_parameters, run.data.dataloader_param
-    digest = hashlib.sha256()
-    for name in basic.dataset.split(","):
-        path = Path(name.strip())
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    order = {"global_batch_size": batch, "shuffle": loading.shuffle, "drop_last": loading.tail_policy == "drop", "max_samples": basic.max_samples}
-    return f"sha256:{digest.hexdigest()} with {', '.join(f'{key} {value}' for key, value in order.items())}"

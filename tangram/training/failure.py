@@ -36,8 +36,8 @@ class SharedFailure:
 
     def __enter__(self) -> SharedFailure:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            self._store = _connect()
-            threading.Thread(target=self._watch, args=(_connect(),), daemon=True).start()
+            self._store = connect()
+            threading.Thread(target=self._watch, args=(connect(),), daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -82,5 +82,6 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
 
 
-def _connect() -> dist.TCPStore:
+def connect() -> dist.TCPStore:
+    """A connection of its own to the launch's store."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

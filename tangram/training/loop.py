@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from tangram.backends.engine import Batch, Engine
 from tangram.config.run import TrainingConfig
+from tangram.data.source import SKIPPED
 from tangram.errors import DataError
 from tangram.platform import current
 from tangram.training.logs import LOGGER
@@ -46,6 +48,8 @@ class Progress:
     consumed_samples: int = 0
     skipped: int = 0
     """Steps that were not finite and changed no weight."""
+    skipped_samples: int = 0
+    """Places that stayed empty since their sample cannot be used."""
 
     @property
     def updates(self) -> int:
@@ -75,6 +79,7 @@ class _Totals:
     tokens: int
     padded_tokens: int
     samples: int
+    skipped_samples: int
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Loop:
     Args:
         valid_steps: gives a fresh pass over the validation data.
         after_first_step: called once, when memory has reached its working size.
+        skips_samples: samples that cannot be used leave their places empty, so before each step ranks compare which.
     """
 
     engine: Engine
@@ -96,6 +102,7 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     profiler: StepProfiler | None = None
     after_first_step: Callable[[int], object] | None = None
+    skips_samples: bool = False
 
     def run(self) -> Progress:
         """Train; returns where the run stopped.
@@ -129,6 +136,8 @@ class Loop:
                     break
             else:
                 self._save(saved)
+        if progress.skipped_samples:
+            LOGGER.info("skipped=%d: so many places were left empty, for their samples cannot be used", progress.skipped_samples)
         return progress
 
     def _step(self, steps: Iterator[Sequence[Batch]], lr: float, request: StopRequest) -> tuple[StepRecord, bool]:
@@ -139,12 +148,17 @@ class Loop:
             raise DataError(
                 f"the training data ended after step {self.progress.step} of {self.training.train_iters}; give more data or lower train_iters"
             )
+        if self.skips_samples:
+            self._compare_skips(micro_batches)
         forward = self.engine.forward_backward(micro_batches)
+        if forward.tokens == 0:
+            self._refuse_empty(micro_batches)
         scale = self.engine.loss_scale
         result = self.engine.step(lr)
         totals = self._agree(micro_batches, request.asked)
         self.progress.step += 1
         self.progress.skipped += result.skipped
+        self.progress.skipped_samples += totals.skipped_samples
         # Samples of a skipped step are consumed too: the order of the data does not depend on what it does to the model.
         self.progress.consumed_samples += self.global_batch_size
         record = StepRecord(
@@ -160,22 +174,61 @@ class Loop:
             step_ms=1000 * (time.perf_counter() - began),
             loss_scale=scale,
             skipped=result.skipped,
+            skipped_samples=totals.skipped_samples,
         )
         return record, totals.stop
+
+    def _compare_skips(self, micro_batches: Sequence[Batch]) -> None:
+        """Ranks of one copy of the model must leave the same places empty, or they would train on different tensors, or wait for each other.
+
+        Raises:
+            DataError: on every rank, if a file could be read on one rank and not on another.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        empty = [sorted(batch.get(SKIPPED, ())) for batch in micro_batches]
+        mine = torch.tensor([self.engine.data_parallel_rank, zlib.crc32(repr(empty).encode())], device=self._device())
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        seen: dict[int, tuple[int, int]] = {}
+        for rank, (copy, digest) in enumerate(both.tolist() for both in every):
+            other, expected = seen.setdefault(copy, (rank, digest))
+            if digest != expected:
+                raise DataError(
+                    f"step {self.progress.step + 1}: ranks {other} and {rank} read the same samples, and some can be read on one of them alone "
+                    f"(rank {dist.get_rank()} skips {[sample for part in empty for sample in part]}); make the files the same on every node"
+                )
+
+    def _refuse_empty(self, micro_batches: Sequence[Batch]) -> None:
+        """A step that nothing can be learnt from is no step of training.
+
+        Raises:
+            DataError: on every rank.
+        """
+        totals = self._agree(micro_batches, False)
+        raise DataError(
+            f"step {self.progress.step + 1}: its global batch of {totals.samples} rows has 0 supervised tokens ({totals.skipped_samples} samples are "
+            "skipped); look at the skipped samples in bad_samples_report, or correct the template"
+        )
+
+    def _device(self) -> torch.device:
+        """Where tensors of collectives lie."""
+        return torch.device("cpu") if dist.get_backend() == "gloo" else current().device(int(os.environ.get("LOCAL_RANK", "0")))
 
     def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
         """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
         masks = [batch["attention_mask"] for batch in micro_batches]
         samples = sum(len(batch.get("sample_ids", batch["attention_mask"])) for batch in micro_batches)  # a packed row holds several
-        counts = [int(asked), *(sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel)), samples]
+        skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)
+        counts = [int(asked), *(sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel)), samples, skipped]
         sums = torch.tensor(counts)
         copies = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
-            sums = sums.to("cpu" if dist.get_backend() == "gloo" else current().device(int(os.environ.get("LOCAL_RANK", "0"))))
+            sums = sums.to(self._device())
             dist.all_reduce(sums)
             copies = dist.get_world_size() // self.engine.data_parallel_size
-        stop, tokens, padded, samples = sums.tolist()
-        return _Totals(stop > 0, tokens // copies, padded // copies, samples // copies)
+        stop, *totals = sums.tolist()
+        return _Totals(stop > 0, *(total // copies for total in totals))
 
     def _log(self, pending: list[StepRecord], last: bool) -> None:
         if not last and pending[-1].step % self.training.log_interval:
@@ -196,6 +249,8 @@ class Loop:
             raise DataError(f"eval_interval {self.training.eval_interval} needs validation data, and there is none; give it, or remove eval_interval")
         total, weight, tokens = 0.0, 0.0, 0
         for micro_batches in islice(self.valid_steps(), self.training.eval_iters):
+            if self.skips_samples:
+                self._compare_skips(micro_batches)
             result = self.engine.evaluate(micro_batches)
             total += result.loss * result.weight
             weight += result.weight

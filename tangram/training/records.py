@@ -33,6 +33,8 @@ class StepRecord:
     """From asking for the data to the end of the update, milliseconds."""
     loss_scale: float
     skipped: bool
+    skipped_samples: int = 0
+    """Places of the global batch that stayed empty since their sample cannot be used."""
     valid_loss: float | None = None
     """Of the validation that followed the step."""
 
@@ -49,7 +51,7 @@ def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per
     """The line for the last of ``records``: loss and time are means over all of them, skipped and nan iterations are counted among them.
 
     The form is Megatron's, and the counts start anew with each line as there. Unlike there, a loss that is not finite is averaged and
-    printed like any other.
+    printed like any other, and skipped samples are counted where there are any.
     """
     last, count = records[-1], len(records)
     elapsed = sum(record.step_ms for record in records)
@@ -62,6 +64,7 @@ def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per
     ]
     if show_tokens_per_sample:
         fields.append(f"tokens per sample: {sum(r.padded_tokens for r in records) / sum(r.samples for r in records):.6E}")
+    empty = sum(record.skipped_samples for record in records)
     fields += [
         f"loss: {sum(record.loss for record in records) / count:.6E}",
         f"loss scale: {last.loss_scale:.1f}",
@@ -69,6 +72,7 @@ def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.is_nan for record in records):3d}",
         f"tokens/s: {1000 * sum(record.tokens for record in records) / elapsed if elapsed else 0:.1f}",
+        *([f"number of skipped samples: {empty:3d}"] if empty else []),
     ]
     return " " + " | ".join(fields) + " |"
 

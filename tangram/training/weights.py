@@ -44,7 +44,8 @@ def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
     if kind == "training checkpoint":
         resumed = manager.load(run.model.load)
         LOGGER.info("resumed %s at step %d, %d samples consumed", run.model.load, resumed.step, resumed.consumed_samples)
-        return Progress(resumed.step, resumed.consumed_samples, resumed.extra.get("skipped", 0))
+        skipped, empty = (resumed.extra.get(key, 0) for key in ("skipped", "skipped_samples"))
+        return Progress(resumed.step, resumed.consumed_samples, skipped, empty)
     if kind == "Hugging Face directory":
         compare_with_hf(engine.model, run.model.load)
         with_hf = HFDirectory(Path(run.model.load))

@@ -196,10 +196,13 @@ def test_freezing_what_is_not_there(files: Files) -> None:
 
 def test_evaluation(files: Files) -> None:
     flags = ["--eval-interval", "5", "--eval-iters", "2"]
-    assert "eval_iters 2 needs basic_parameters.val_dataset of the data config" in fault(files, *flags)
+    assert "eval_iters 2 needs basic_parameters.val_dataset or val_rate of the data config" in fault(files, *flags)
     files.data["dataset_param"]["basic_parameters"]["val_dataset"] = str(files.folder / "samples.json")
     assert not report(files, *flags).errors
     assert "samples.json would never be read; set eval_interval and eval_iters, or remove val_dataset" in fault(files)
+    del files.data["dataset_param"]["basic_parameters"]["val_dataset"]
+    files.data["dataset_param"]["basic_parameters"]["val_rate"] = 0.5
+    assert "the samples that val_rate 0.5 sets aside would never be read" in report(files).errors[0].args[0]
 
 
 def test_notes(files: Files) -> None:

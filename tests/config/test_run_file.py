@@ -207,10 +207,10 @@ def other(value: Any) -> list[Any]:
     if isinstance(value, (int, float)):
         return [value + 1, value * 2, value / 2]
     if isinstance(value, str):
-        return ["nccl", "bf16", "linear", "per_token_loss", value + "x"]
+        return ["nccl", "bf16", "linear", "per_token_loss", "interleave_over", "sequential", "sample", "skip", value + "x"]
     if isinstance(value, list):
         return [[*value, 1], [*value, "x"]]
-    return [True, 1, 0.1, "gloo", "full", "selective", "uniform", "x", [[4]]]
+    return [True, 1, 0.1, "gloo", "full", "selective", "uniform", "pad", "x", [[4]]]
 
 
 FIXED = {
@@ -229,6 +229,9 @@ TOGETHER = {
     ("training", "eval_interval"): {"training": {"eval_iters": 1}},
     ("training", "save_interval"): {"training": {"save": "/x"}},
     ("training", "min_lr"): {"training": {"lr": 1e3}},
+    ("data", "dataset_param", "basic_parameters", "interleave_probs"): {
+        "data": {"dataset_param": {"basic_parameters": {"mix_strategy": "interleave_over"}}}
+    },
     ("features", "recompute_method"): {"features": {"recompute_granularity": "full", "recompute_num_layers": 1}},
     ("features", "recompute_num_layers"): {"features": {"recompute_granularity": "full", "recompute_method": "block"}},
     ("features", "recompute_granularity"): {"features": {"recompute_method": "block", "recompute_num_layers": 1}},

@@ -227,38 +227,35 @@ def public_data() -> dict[str, Any]:
         "preprocessing_num_workers": 16,
         "tool_format": None,
     }
-    parameters["attr"] |= {"system": None, "videos": None, "observation_tag": None, "function_tag": None, "system_tag": None}
+    parameters["attr"] |= {"system": None, "videos": None, "system_tag": None}
     return data
 
 
-def test_public_data_file_ports_by_removing_keys(tmp_path: Path) -> None:
-    data = public_data()
-    with pytest.raises(ConfigError) as error:
-        parse_data(data, "data.json", tmp_path)
-    useless = [
-        "video_max_pixels",
-        "video_min_pixels",
-        "video_fps",
-        "video_maxlen",
-        "cache_dir",
-        "preprocessing_batch_size",
-        "preprocessing_num_workers",
-    ]
-    assert all(key in str(error.value) for key in useless)
-    for key in useless:
-        data["dataset_param"]["preprocess_parameters" if key.startswith("video") else "basic_parameters"].pop(key)
-    parameters = parse_data(data, "data.json", tmp_path).dataset_param
-    assert parameters.preprocess_parameters.image_max_pixels == 262144
+def test_a_public_data_file_is_read_as_it_is(tmp_path: Path) -> None:
+    parameters = parse_data(public_data(), "data.json", tmp_path).dataset_param
+    preprocess, basic = parameters.preprocess_parameters, parameters.basic_parameters
+    assert (preprocess.image_max_pixels, preprocess.video_max_pixels, preprocess.video_fps, preprocess.video_maxlen) == (262144, 16384, 2.0, 64)
     assert parameters.attr.system_tag is None
-    assert parameters.basic_parameters.dataset == str(tmp_path / "data" / "mllm_format_llava_instruct_data.json")
+    assert basic.dataset == str(tmp_path / "data" / "mllm_format_llava_instruct_data.json")
+    assert (basic.cache_dir, basic.preprocessing_num_workers) == (str(tmp_path / "data" / "cache_dir"), 16)
 
 
-def test_packing_and_streaming_are_refused(files: Files, tmp_path: Path) -> None:
-    for section, key in (("attr", "packing"), ("basic_parameters", "streaming")):
-        data = json.loads(json.dumps(files.data))
-        data["dataset_param"].setdefault(section, {})[key] = True
-        with pytest.raises(ConfigError, match=rf"data.json: dataset_param.{section}.{key}: true cannot be had here, only false or null"):
-            parse_data(data, "data.json", tmp_path)
+def test_data_keys_without_effect_are_named_together(tmp_path: Path) -> None:
+    data = public_data()
+    data["dataset_param"]["preprocess_parameters"] |= {"image_resolution": 512, "audio_sampling_rate": 16000}
+    data["dataloader_param"] |= {"num_workers": 2}
+    with pytest.raises(ConfigError, match="MindSpeed-MM keys without effect here; remove them") as error:
+        parse_data(data, "data.json", tmp_path)
+    assert all(key in str(error.value) for key in ("image_resolution", "audio_sampling_rate", "dataloader_param.num_workers"))
+
+
+def test_packing_is_switched_on_elsewhere(files: Files, tmp_path: Path) -> None:
+    """MindSpeed-MM reads attr.packing; here it is basic_parameters.packing, and passing over the other would train unpacked."""
+    files.data["dataset_param"].setdefault("attr", {})["packing"] = True
+    with pytest.raises(
+        ConfigError, match=r"data.json: dataset_param.attr.packing: true cannot be had here, only false or null: .*basic_parameters.packing"
+    ):
+        parse_data(files.data, "data.json", tmp_path)
 
 
 def test_relative_paths_start_from_the_base(files: Files) -> None:

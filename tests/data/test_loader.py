@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from tangram.config.run import RunConfig
+from tangram.data.build import build_loader, build_source
+from tangram.data.check import check_data
 from tangram.data.collate import Collator
 from tangram.data.encode import EncodedSample
-from tangram.data.loader import Batch, StepLoader, build_loader, build_source, check_data
+from tangram.data.loader import Batch, StepLoader
 from tangram.data.sampler import GlobalOrder
 from tangram.errors import ConfigError, DataError
 from tangram.families.base import get_family
@@ -208,7 +210,7 @@ def test_check_finds_faults_before_the_run(make_run: MakeRun, mixed_dataset: str
 
 
 def test_nothing_heavy_is_imported_for_the_check() -> None:
-    code = "import sys, tangram.data.loader; print(*(m for m in ('torch', 'transformers', 'megatron', 'numpy') if m in sys.modules))"
+    code = "import sys, tangram.data.check; print(*(m for m in ('torch', 'transformers', 'megatron', 'numpy') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == ""
 

@@ -40,7 +40,7 @@ def test_the_exported_model_has_the_loss_of_the_evaluation_in_transformers(train
 
     from tangram.align.reference import forward_arguments, load_reference
     from tangram.config.yaml_config import read_run
-    from tangram.data.loader import build_loader
+    from tangram.data.build import build_loader
     from tangram.families.base import get_family
 
     settings = read_run(trial.run_file, [f"data.dataset_param.basic_parameters.val_dataset={folder}/valid.json"])

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,28 @@ def test_single_micro_batches_are_gathered_into_steps() -> None:
     single = [batch([float(i)], [0.0]) for i in range(5)]
     assert list(steps_of(single, 2)) == [single[0:2], single[2:4]]
     assert list(steps_of([single[:2], single[2:4]], 2)) == [single[:2], single[2:4]]
+
+
+def test_a_step_without_a_label_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be a silent step with loss zero, which also moves the moments."""
+    run = Run(tmp_path)
+    forward = run.engine.forward_backward
+
+    def without_labels(micro_batches: Any) -> Any:
+        result = forward(micro_batches)
+        return result if run.progress.step < 1 else replace(result, loss=0.0, weight=0.0, tokens=0)
+
+    monkeypatch.setattr(run.engine, "forward_backward", without_labels)
+    with pytest.raises(DataError, match=r"step 2: its global batch of 2 rows has 0 supervised tokens \(0 samples are skipped\)"):
+        run.run()
+    assert run.progress.step == 1 and len(run.rows) == 1 and run.engine.weight.item() == 1.0
+
+
+def test_skipped_samples_are_counted_in_the_line_the_file_and_the_progress(tmp_path: Path) -> None:
+    def steps() -> Iterator[Any]:
+        for number, step in enumerate(endless()):
+            yield [{**step[0], "skipped_samples": [7, 9]}, step[1]] if number == 1 else step
+
+    run = Run(tmp_path, steps=steps(), log_interval=3, progress=Progress(skipped_samples=3)).run()
+    assert run.lines[0].endswith("| number of skipped samples:   2 |") and run.progress.skipped_samples == 5
+    assert [row["skipped_samples"] for row in run.rows] == [0, 2, 0]
