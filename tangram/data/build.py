@@ -17,8 +17,8 @@ from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import SampleEncoder
 from tangram.data.loader import StepLoader
 from tangram.data.media import Media
-from tangram.data.orders.packed import PackedOrder
 from tangram.data.orders.choice import streaming_order, training_order
+from tangram.data.orders.packed import PackedOrder
 from tangram.data.sampler import GlobalOrder, Order
 from tangram.data.sizes import SampleSizes, compute_sizes
 from tangram.data.source import MicroBatchSource

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from tangram.config.run import RunConfig
 from tangram.data.bad_samples import Skip
 from tangram.data.build import build_dataset, build_media, check_faults, global_batch_size

@@ -212,7 +212,8 @@ class _MediaFiles:
                 found = found or fault
         if self._media is None:
             return found
-        for medium in (*sample.images, *sample.videos):
+        media: list[str | Video] = [*sample.images, *sample.videos]
+        for medium in media:
             if found is None and medium not in self._good:
                 found = self._header_fault(self._media, medium, sample.where)
         return found
