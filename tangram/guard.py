@@ -19,7 +19,18 @@ GRACE_SECONDS = 1.0
 """Other ranks than 0 wait this long before they report: a fault that all ranks share ends the launch meanwhile, and prints once."""
 
 MACHINE_FAULTS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
 )
 """System errors whose mend is another path, its permissions, or free space."""
 

@@ -159,7 +159,7 @@ def run_inspect(options: InspectOptions, families: tuple[str, ...] = ()) -> Insp
     Raises:
         TangramError: as ``inspect``.
     """
-    found = inspect(options.path, options.hf_config.hf_dir if options.hf_config else None)
+    found = inspect(options.path, options.hf_config.hf_dir)
     if found.family is not None:
         with found.noting():
             check_family(get_family(found.family), families, found.path)

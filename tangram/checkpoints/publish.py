@@ -5,6 +5,7 @@ A directory ``<name>`` is written as ``<name>.tmp-<token>`` beside it. Only a co
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import uuid
@@ -35,10 +36,11 @@ def remove_stale(final: Path) -> list[Path]:
     Returns:
         The removed paths.
     """
-    for old in sorted(final.parent.glob(f"{final.name}{_REPLACED}*")):
+    name = glob.escape(final.name)
+    for old in sorted(final.parent.glob(f"{name}{_REPLACED}*")):
         if not final.exists():
             old.rename(final)
-    stale = [*final.parent.glob(f"{final.name}{_TEMPORARY}*"), *final.parent.glob(f"{final.name}{_REPLACED}*")]
+    stale = [*final.parent.glob(f"{name}{_TEMPORARY}*"), *final.parent.glob(f"{name}{_REPLACED}*")]
     for path in stale:
         if path.is_dir():
             shutil.rmtree(path)
@@ -86,13 +88,16 @@ def publish(temporary: Path, final: Path, *, replace: bool = False) -> None:
 
 
 def require_new(final: Path) -> None:
-    """Check that nothing would be overwritten.
+    """Check that a new directory can take the name without overwriting anything.
 
     Raises:
-        CheckpointError: ``final`` is a file or a directory with content.
+        CheckpointError: ``final`` is a file or a directory with content, or something that no rename replaces: a link, a mount point or ``.``.
     """
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{final}: exists already; remove it or write elsewhere")
+    what = "a link" if final.is_symlink() else "a mount point" if os.path.ismount(final) else "" if final.name else "the current directory"
+    if what:
+        raise CheckpointError(f"{final}: is {what}, which the finished directory cannot replace; give the name of a new directory")
 
 
 @contextmanager
