@@ -47,6 +47,9 @@ def guarded(program: str, action: Callable[[], int], user_fault: int = USER_FAUL
     other ranks never join.
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the caller closed it; a file that is written must not get its number
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     try:
         status = action()
         sys.stdout.flush()

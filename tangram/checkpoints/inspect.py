@@ -110,7 +110,7 @@ class Inspection:
 
     def add_files(self, files: list[Path]) -> None:
         self.files = len(files)
-        self.file_bytes = sum(file.stat().st_size for file in files)
+        self.file_bytes = sum(file.stat().st_size for file in files if file.is_file())
 
     def add_model(self, config: Mapping[str, Any], family: Family) -> ModelConfig:
         """Family, sizes and tied head of a config."""

@@ -98,10 +98,12 @@ def plan_ranks(table: Sequence[Rule], topology: Topology, source: CanonicalReade
 
 
 def _plan(table: Sequence[Rule], topology: Topology, source: CanonicalReader) -> list[PlannedFile]:
-    return [_plan_rank(f"{rank.folder(topology)}/{RANK_FILE}", rank.place(table, topology), source) for rank in all_ranks(topology)]
+    archives: dict[str, TorchFile] = {}
+    return [_plan_rank(f"{rank.folder(topology)}/{RANK_FILE}", rank.place(table, topology), source, archives) for rank in all_ranks(topology)]
 
 
-def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader) -> PlannedFile:
+def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader, archives: dict[str, TorchFile]) -> PlannedFile:
+    """The file of one rank; ``archives`` is filled: what files look like by their names and shapes, in which the ranks of a stage are alike."""
     state: dict[str, object] = {"checkpoint_version": CHECKPOINT_VERSION}
     layouts: list[LocalTensor] = []
     for key, chunk in zip(chunk_keys(len(chunks)), chunks, strict=True):
@@ -110,7 +112,10 @@ def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader) 
             check_sources(layout, source)
             layouts.append(layout)
         state[key] = {name: TensorInfo(layout.shape, local_dtype(layout, source)) for name, layout in chunk.tensors.items()}
-    file = TorchFile(Path(path).stem, state)
+    content = repr(state)
+    if content not in archives:
+        archives[content] = TorchFile(Path(path).stem, state)
+    file = archives[content]
     tensors = tuple(
         PlannedTensor(layout.name, offset, info, partial(read_local, layout, source), recipe=_recipe(layout))
         for layout, info, offset in zip(layouts, file.tensors, file.offsets, strict=True)

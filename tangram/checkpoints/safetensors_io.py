@@ -63,6 +63,9 @@ class SafetensorsFile:
         self._read_header()
 
     def _read_header(self) -> None:
+        if not self.path.is_file():
+            what = "a folder" if self.path.is_dir() else "a link to nothing"
+            raise CheckpointError(f"{self.path}: no file, but {what}; remove it or copy the file in")
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             lead = file.read(8)

@@ -123,6 +123,21 @@ def test_the_base_must_be_known_and_of_the_family(kit, pair, tmp_path):
         to_mm(adapter, tmp_path / "mm2", "qwen2_vl", base_hf_dir=str(other))
 
 
+def test_options_beside_a_manifest_must_say_the_same(pair, tmp_path):
+    base, adapter = pair
+    to_mm(adapter, tmp_path / "mm")
+    to_hf(tmp_path / "mm", tmp_path / "same", parallel_config=SPLIT)
+    with pytest.raises(CheckpointError, match=r"mm: tp_size is 2 in the manifest but 4 by the options; leave the options out"):
+        to_hf(tmp_path / "mm", tmp_path / "back", parallel_config={"tp_size": 4, "vit_tp_size": 2})
+    with pytest.raises(CheckpointError, match=r"llm_pp_layers is \(\(1, 3\),\) in the manifest but \(\(2, 2\),\) by the options"):
+        merge(tmp_path / "mm", base, tmp_path / "merged", parallel_config={"llm_pp_layers": [2, 2]})
+    with pytest.raises(TangramError, match=r"lora: is a PEFT directory, which has no split; leave the options of parallel_config out"):
+        merge(adapter, base, tmp_path / "merged", parallel_config={"tp_size": 2})
+    with pytest.raises(TangramError, match=r"/nowhere/adapter_config.json: no such file"):
+        to_hf(tmp_path / "mm", tmp_path / "back", hf_config={"hf_dir": "/nowhere"})
+    assert not (tmp_path / "back").exists() and not (tmp_path / "merged").exists()
+
+
 def test_splits_that_do_not_divide_are_refused(pair, tmp_path):
     _, adapter = pair
     with pytest.raises(PlacementError, match=r"layers.0.self_attn.q_proj.lora_B.weight: number of key/value heads 4 is not divisible by .* 8"):

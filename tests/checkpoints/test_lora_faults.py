@@ -25,6 +25,8 @@ def test_only_the_layers_that_the_config_names_are_expected(kit, tmp_path):
     assert len(open_adapter(adapter).ranks) == 2
     change(adapter, target_modules=r"model\.layers\.(1|3)\.self_attn\.q_proj", layers_to_transform=None)
     assert len(open_adapter(adapter).ranks) == 2
+    change(adapter, layers_to_transform=[])  # PEFT takes no layers as all
+    assert len(open_adapter(adapter).ranks) == 2
     to_mm(adapter, tmp_path / "mm")
     to_hf(tmp_path / "mm", tmp_path / "back")
     change(adapter, target_modules=["q_proj"], exclude_modules=["layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj"])
@@ -63,6 +65,10 @@ TENSOR_FAULTS = {
         lambda t: t.update({"base_model.model.visual.patch_embed.proj.lora_A.weight": torch.zeros(4, 3, 2, 14, 14)}),
         r"patch_embed.proj.lora_A.weight: shape \(4, 3, 2, 14, 14\); adapters of other modules than linears are not supported",
     ),
+    "integers": (
+        lambda t: t.update({f"{Q0}.lora_A.weight": torch.ones(4, 32, dtype=torch.int8)}),
+        r"1 tensors hold integers: .*q_proj.lora_A.weight; quantised adapters are not read",
+    ),
     "mixed layouts": (
         adding("model.language_model.layers.0.self_attn.k_proj", (4, 32), (16, 4)),
         r"mixes two key layouts: model.layers.* and model.language_model.layers",
@@ -96,6 +102,17 @@ CONFIG_FAULTS = {
     "no rank": ({"r": 0}, r"r is 0; it must be a positive number"),
     "no targets": ({"target_modules": None}, r"target_modules is None"),
     "a broken pattern": ({"rank_pattern": {"q_proj(": 3}}, r"rank_pattern: 'q_proj\(' is no regular expression"),
+    "targets that are no expression": ({"target_modules": "q_proj("}, r"target_modules: 'q_proj\(' is no regular expression"),
+    "exclusions that are no expression": ({"exclude_modules": "("}, r"exclude_modules: '\(' is no regular expression"),
+    "exclusions that are no names": ({"exclude_modules": [5]}, r"exclude_modules is \[5\]; it must be a list of names"),
+    "layers in words": ({"layers_to_transform": "1"}, r"layers_to_transform is '1'; it must be a layer's number or a list"),
+    "a layers' pattern that is no expression": ({"layers_to_transform": [0], "layers_pattern": "("}, r"layers_pattern: '\(' is no regular"),
+    "patterns in a list": ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]; it must be a mapping"),
+    "half a rank": ({"rank_pattern": {"q_proj": 4.5}}, r"q_proj is 4.5; it must be a whole number"),
+    "an infinite rank": ({"r": float("inf")}, r"r is inf; it must be a positive number"),
+    "an infinite alpha": ({"lora_alpha": float("inf")}, r"lora_alpha is inf; it must be a positive number"),
+    "a number as base": ({"base_model_name_or_path": 5}, r"base_model_name_or_path is 5; it must be a directory"),
+    "a word for rslora": ({"use_rslora": "no"}, r"use_rslora is 'no'; it must be true or false"),
     "ranks by another pattern": ({"rank_pattern": {"q_proj": 3}}, r"has rank 4, but adapter_config.json says 3"),
 }
 
