@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tangram.checkpoints.dcp_convert import prepare_hf_to_dcp
 from tangram.checkpoints.dcp_manifest import Manifest, RunFacts
 from tangram.checkpoints.dcp_planner import write
 from tangram.checkpoints.dcp_reader import DCPReader
@@ -16,6 +17,8 @@ from tangram.checkpoints.dcp_source import source_entries
 from tangram.checkpoints.derived_readers import SubsetReader
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.checkpoints.options import HFToDCP
+from tangram.checkpoints.writing import WriteSettings
 from tangram.cli.mm_convert import main
 from tangram.errors import CheckpointError
 from tangram.placement.blocks import canonical_shapes, place
@@ -124,6 +127,17 @@ def test_the_identity_of_a_checkpoint_follows_its_files(kit, tmp_path):
     assert DCPReader(tmp_path / "dcp").identity == first
     os.utime(tmp_path / "dcp" / "iter_0000000" / "__0_0.distcp", (1, 1))
     assert DCPReader(tmp_path / "dcp").identity != first
+
+
+def test_ctrl_c_in_the_middle_of_a_tensor_is_an_interruption(kit, tmp_path):
+    def interrupt(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    options = HFToDCP(hf_dir=str(kit.write_hf(tmp_path / "hf")), dcp_dir=str(tmp_path / "dcp"))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_hf_to_dcp(options).write(WriteSettings(progress=interrupt))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
 def test_no_checkpoint_and_another_family_are_refused(kit, tmp_path, capsys):
