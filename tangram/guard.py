@@ -19,7 +19,18 @@ GRACE_SECONDS = 1.0
 """Other ranks than 0 wait this long before they report: a fault that all ranks share ends the launch meanwhile, and prints once."""
 
 MACHINE_FAULTS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
 )
 """System errors whose mend is another path, its permissions, or free space."""
 
@@ -36,6 +47,9 @@ def guarded(program: str, action: Callable[[], int], user_fault: int = USER_FAUL
     other ranks never join.
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the caller closed it; a file that is written must not get its number
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     try:
         status = action()
         sys.stdout.flush()

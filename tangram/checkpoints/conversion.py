@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tangram.checkpoints.hf_directory import HFDirectory
-from tangram.checkpoints.manifest import MANIFEST, Manifest, differences, make_manifest, manifest_text
+from tangram.checkpoints.manifest import MANIFEST, Manifest, SplitManifest, differences, make_manifest, manifest_text
 from tangram.checkpoints.mp_rank import TRACKER, MMDirectory, plan_ranks, write_ranks
 from tangram.checkpoints.options import FormOptions, ParallelOptions
 from tangram.checkpoints.reader import CanonicalReader
@@ -108,7 +108,9 @@ class ModelSplit:
             raise ConfigError("save_vit_only: the model has no vision encoder; leave the option out")
         topology = topology_of(model, parallel)
         padded = padded_vocabulary(model.text_decoder.vocab_size, topology.tensor, parallel.make_vocab_size_divisible_by or 1)
-        return cls(family, model, topology, padded, bool(canonical_form), vit_only)
+        split = cls(family, model, topology, padded, bool(canonical_form), vit_only)
+        check_experts(split.whole_table, topology)
+        return split
 
     @cached_property
     def whole_table(self) -> list[Rule]:
@@ -161,6 +163,16 @@ def topology_of(model: ModelConfig, parallel: ParallelOptions) -> Topology:
         expert=parallel.ep_size or 1,
         vision_tensor=parallel.vit_tp_size or None,
     )
+
+
+def check_experts(table: Sequence[Rule], topology: Topology) -> None:
+    """Check that there are experts to split where the split asks for it; the files would be copies of each other.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if topology.expert > 1 and not any(rule.place == "expert" for rule in table):
+        raise ConfigError(f"ep_size {topology.expert}: the model has no experts; leave the option out")
 
 
 def whole(model: ModelConfig) -> Topology:
@@ -262,7 +274,14 @@ def _split_of(manifest: Manifest | None, family: Family, model: ModelConfig, par
     canonical = form.enable_canonical_hf_struct
     if manifest is None:
         return ModelSplit.build(family, model, parallel, canonical_form=canonical)
-    filled = parallel.model_copy(
+    built = ModelSplit.build(family, model, filled(parallel, manifest), canonical_form=manifest.canonical_form if canonical is None else canonical)
+    padded = manifest.padded_vocab if parallel.make_vocab_size_divisible_by is None else built.padded_vocab
+    return ModelSplit(family, model, built.topology, padded, built.canonical_form, manifest.vit_only)
+
+
+def filled(parallel: ParallelOptions, manifest: SplitManifest) -> ParallelOptions:
+    """Options with a manifest's values where they say nothing."""
+    return parallel.model_copy(
         update={
             "tp_size": parallel.tp_size or manifest.tensor_parallel,
             "vit_tp_size": manifest.vision_tensor_parallel if parallel.vit_tp_size is None else parallel.vit_tp_size,
@@ -271,9 +290,6 @@ def _split_of(manifest: Manifest | None, family: Family, model: ModelConfig, par
             "vit_pp_layers": parallel.vit_pp_layers or manifest.vit_pp_layers,
         }
     )
-    built = ModelSplit.build(family, model, filled, canonical_form=manifest.canonical_form if canonical is None else canonical)
-    padded = manifest.padded_vocab if parallel.make_vocab_size_divisible_by is None else built.padded_vocab
-    return ModelSplit(family, model, built.topology, padded, built.canonical_form, manifest.vit_only)
 
 
 def refuse_unknown_order(split: ModelSplit, path: str) -> None:

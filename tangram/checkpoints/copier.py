@@ -15,7 +15,7 @@ import torch
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, check_rectangle, count_elements, same_bits, slices
 from tangram.errors import CheckpointError, PlacementError, name_some
 from tangram.placement.blocks import Block, LocalTensor, Placement
-from tangram.placement.proof import cover_counts
+from tangram.placement.proof import cover_extremes
 from tangram.placement.table import Shape
 
 
@@ -25,9 +25,9 @@ def check_tiling(layout: LocalTensor) -> None:
     Raises:
         PlacementError: they do not.
     """
-    counts = cover_counts(layout.shape, [(block.local_start, block.shape) for block in layout.blocks])
-    if (counts != 1).any():
-        raise PlacementError(f"{layout.name}: elements are covered between {counts.min()} and {counts.max()} times instead of once")
+    least, most = cover_extremes(layout.shape, tuple((block.local_start, block.shape) for block in layout.blocks))
+    if (least, most) != (1, 1):
+        raise PlacementError(f"{layout.name}: elements are covered between {least} and {most} times instead of once")
 
 
 def check_sources(layout: LocalTensor, source: CanonicalReader) -> None:

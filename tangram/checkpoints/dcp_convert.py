@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tangram.checkpoints.conversion import Conversion, ModelSplit, check_family, open_hf, open_mm, require_directory
+from tangram.checkpoints.conversion import Conversion, ModelSplit, check_family, open_hf, open_mm, require_directory, whole
 from tangram.checkpoints.convert import hf_conversion, shards_like
 from tangram.checkpoints.dcp_manifest import MANIFEST_FILE, TRACKER_FILE, Manifest, iteration_folder
 from tangram.checkpoints.dcp_planner import write
@@ -21,12 +21,14 @@ from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.dcp_source import source_entries
 from tangram.checkpoints.derived_readers import CastReader, SubsetReader, lossy_cast
 from tangram.checkpoints.options import DCPToHF, HFToDCP, MMToDCP, ParallelOptions
-from tangram.checkpoints.publish import new_directory, require_new
+from tangram.checkpoints.publish import require_new
 from tangram.checkpoints.reader import CanonicalReader
+from tangram.checkpoints.resume import resumable_directory
 from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.config.sources import read_hf_config
 from tangram.errors import CheckpointError, ConfigError
 from tangram.families.base import get_family
+from tangram.placement.blocks import canonical_shapes
 
 LARGEST_PIECE = 2 * 64 * 2**20
 """Bytes that are held at a time: a piece, and its copy while it is cast."""
@@ -85,13 +87,14 @@ def _dcp_conversion(
     def execute(settings: WriteSettings) -> int:
         if before is not None:
             before()
-        with new_directory(out) as temporary, warnings.catch_warnings():
+        with resumable_directory(out) as journal, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-            folder = temporary / iteration_folder(manifest.step)
+            journal.begin(None)  # one file, which nothing can be kept of
+            folder = journal.folder / iteration_folder(manifest.step)
             folder.mkdir()
             write(folder, source_entries(source, settings.progress), source.names(), {})
             (folder / MANIFEST_FILE).write_text(manifest.text(), encoding="utf-8")
-            (temporary / TRACKER_FILE).write_text(f"{manifest.step}\n", encoding="utf-8")
+            (journal.folder / TRACKER_FILE).write_text(f"{manifest.step}\n", encoding="utf-8")
         return total
 
     def plan(_: WriteSettings) -> WritePlan:
@@ -106,7 +109,8 @@ def prepare_dcp_to_hf(
     """The parameters of a training checkpoint as a Hugging Face directory; optimizer state stays behind.
 
     Raises:
-        TangramError: no checkpoint, a damaged one, one of another family, or one that knows no Hugging Face config.
+        TangramError: no checkpoint, a damaged one, one of another family or without all of the model's tensors, or one that knows no Hugging
+            Face config.
     """
     out = Path(options.save_dir)
     require_new(out)
@@ -119,9 +123,11 @@ def prepare_dcp_to_hf(
     config = dict(reader.manifest.hf_config) or (read_hf_config(assets) if assets else {})
     if not config:
         raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); name one that has with --model_assets_dir")
+    model = family.from_hf_config(config)
+    reader.check_model(canonical_shapes(family.tensor_table(model, model.text_decoder.vocab_size), whole(model)))
     source: CanonicalReader = reader
     shards = None
     if assets is not None:
         shards, source = shards_like(Path(assets), family, source, cut=max_shard_bytes is None)
-    tied = not family.from_hf_config(config).text_decoder.untie_embeddings_and_output_weights
+    tied = not model.text_decoder.untie_embeddings_and_output_weights
     return hf_conversion(out, family, source, config, Path(assets) if assets else None, shards, max_shard_bytes, dtype, tied=tied)

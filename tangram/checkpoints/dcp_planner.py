@@ -310,9 +310,18 @@ def _planner() -> DefaultLoadPlanner:
 def _raise_plain(error: CheckpointException, what: str, mend: str = "") -> NoReturn:
     """DCP's exception is a BaseException that holds one failure per rank; raise the first as ours."""
     rank, (cause, _) = min(error.failures.items())
+    if _was_interrupted(cause):
+        raise KeyboardInterrupt from None
     if isinstance(cause, CheckpointError):
         raise CheckpointError(f"{what}: {cause}") from None
     raise CheckpointError(f"{what}: rank {rank}: {_one_line(cause)}{mend}") from None
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Ctrl-C lies behind an error: torch's archive writer, closed half way, raises one of its own over it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tangram.checkpoints.dcp_blocks import BlockTensor, Piece
 from tangram.checkpoints.dcp_manifest import find_checkpoint, read_manifest
-from tangram.checkpoints.dcp_planner import SafeReader, read_alone, read_metadata
+from tangram.checkpoints.dcp_planner import SafeReader, check_model_names, read_alone, read_metadata
 from tangram.checkpoints.dcp_state import model_key, split_key
-from tangram.checkpoints.reader import TensorInfo, check_rectangle
+from tangram.checkpoints.reader import TensorInfo, check_rectangle, files_identity
 from tangram.placement.table import Shape
 
 
@@ -37,6 +37,19 @@ class DCPReader:
             if kind == "model":
                 assert isinstance(entry, TensorStorageMetadata), "read_metadata accepts tensors only"
                 self._infos[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
+
+    @property
+    def identity(self) -> str:
+        """See ``identity_of``."""
+        return files_identity(file for file in self.folder.iterdir() if file.is_file())
+
+    def check_model(self, shapes: Mapping[str, Shape]) -> None:
+        """Check that the checkpoint holds exactly the tensors of a model.
+
+        Raises:
+            CheckpointError: as ``check_model_names``.
+        """
+        check_model_names(self._metadata, shapes, str(self.folder))
 
     def names(self) -> Mapping[str, TensorInfo]:
         """Every parameter: canonical name -> shape and dtype."""

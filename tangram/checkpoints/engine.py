@@ -135,7 +135,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], identity: str | None
     require_space(folder, sum(file.size for file in remaining))
     targets = [_Target(folder / file.path, file) for file in remaining]
     try:
-        with _pool(settings.workers) as pool:
+        with _pool(settings.workers) as pool, run.stopping():
             tasks: list[Future[None]] = []
             for target in targets:
                 order = sorted(range(len(target.file.tensors)), key=lambda i: -target.file.tensors[i].info.nbytes)
@@ -230,6 +230,16 @@ class _Run:
         self._written = 0
         self._lock = threading.Lock()
         self._buffers = threading.local()
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Let workers leave at their next slab if the block raises: a tensor can be many gigabytes."""
+        try:
+            yield
+        except BaseException:
+            self._stopped.set()
+            raise
 
     def is_finished(self, file: PlannedFile) -> bool:
         """An earlier run wrote the file, and it is whole."""
@@ -248,6 +258,8 @@ class _Run:
         target.open()
         checksum, position, begun = 0, tensor.offset, tensor.offset
         for start, shape in slabs(tensor.info.shape, dtype.itemsize, SLAB):
+            if self._stopped.is_set():
+                return
             values = tensor.fetch(start, shape, self._buffer(shape, dtype))
             if TensorInfo(tuple(values.shape), values.dtype) != TensorInfo(shape, dtype):
                 raise CheckpointError(f"{target.path}: {tensor.name} came as {tuple(values.shape)} {values.dtype}, announced was {shape} {dtype}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tangram.checkpoints.options import ParallelOptions
-from tangram.checkpoints.rank_file import load_rank_file
+from tangram.checkpoints.rank_file import MODEL_KEY, load_rank_file
 from tangram.errors import CheckpointError
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -106,7 +106,7 @@ def _stages_and_experts(sizes: list[int], files: Mapping[tuple[int, ...], Chunks
 
 def chunks_of(state: Mapping[str, Any]) -> Chunks:
     """The model chunks of a rank's file."""
-    names = sorted((key for key in state if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0))
+    names = sorted(filter(MODEL_KEY.fullmatch, state), key=lambda key: int(key[5:] or 0))
     return [state[name] for name in names]
 
 

@@ -29,6 +29,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
 """Name under which some files hold the head although config.json ties it to the embedding."""
+_QUANTISED = (
+    *("_scale_inv", ".weight_scale", ".input_scale", ".weight_scale_2", "_proj_scale"),
+    *(".scales", ".qweight", ".qzeros", ".g_idx", ".absmax", ".SCB"),
+)
+"""Ends of the names of scales and packed weights: block-scaled and per-tensor fp8, NVFP4, GPTQ, AWQ, bitsandbytes."""
 _UNQUANTISED = "give the directory of the bf16, fp16 or fp32 weights"
 
 
@@ -56,7 +61,8 @@ class HFDirectory:
         self.family = family or get_family(str(self.config.get("model_type")))
         self.bytes_read = 0
         self._lock = Lock()
-        self._refuse_quantised(self.config.get("quantization_config"))
+        for section in (self.config, *self.config.values()):
+            self._refuse_quantised(section.get("quantization_config") if isinstance(section, dict) else None)
         self.shards: dict[str, list[str]] = {}
         """Keys, as the files have them, of every file."""
         self._files: dict[str, SafetensorsFile] = {}
@@ -103,7 +109,7 @@ class HFDirectory:
 
     def _refuse_scales(self) -> None:
         """Scales show what config.json keeps quiet about."""
-        scales = [key for keys in self.shards.values() for key in keys if key.endswith(("_scale_inv", ".weight_scale", ".qweight", ".qzeros"))]
+        scales = [key for keys in self.shards.values() for key in keys if key.endswith(_QUANTISED)]
         if scales:
             what = f"{len(scales)} tensors such as {min(scales)}"
             raise CheckpointError(f"{self.path}: the weights are quantised ({what}), which is not read; {_UNQUANTISED}")

@@ -110,7 +110,7 @@ class Inspection:
 
     def add_files(self, files: list[Path]) -> None:
         self.files = len(files)
-        self.file_bytes = sum(file.stat().st_size for file in files)
+        self.file_bytes = sum(file.stat().st_size for file in files if file.is_file())
 
     def add_model(self, config: Mapping[str, Any], family: Family) -> ModelConfig:
         """Family, sizes and tied head of a config."""
@@ -159,7 +159,7 @@ def run_inspect(options: InspectOptions, families: tuple[str, ...] = ()) -> Insp
     Raises:
         TangramError: as ``inspect``.
     """
-    found = inspect(options.path, options.hf_config.hf_dir if options.hf_config else None)
+    found = inspect(options.path, options.hf_config.hf_dir)
     if found.family is not None:
         with found.noting():
             check_family(get_family(found.family), families, found.path)

@@ -70,8 +70,11 @@ class LanguageModel:
 
 
 def _compare(path: str, config: dict[str, Any], text: TextDecoderConfig) -> None:
-    rope = config.get("rope_parameters") or {}
+    """Compare what changes the numbers; a key that is absent has the default of transformers' Llama, Qwen2 and Qwen3."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     heads = config.get("num_attention_heads")
+    head_dim = config.get("head_dim") or (text.head_dim if not heads else config.get("hidden_size", 0) // heads)
+    kind = rope.get("rope_type", rope.get("type", "default"))
     compared = [
         ("num_hidden_layers", config.get("num_hidden_layers"), text.num_layers),
         ("hidden_size", config.get("hidden_size"), text.hidden_size),
@@ -79,8 +82,12 @@ def _compare(path: str, config: dict[str, Any], text: TextDecoderConfig) -> None
         ("num_attention_heads", heads, text.num_attention_heads),
         ("num_key_value_heads", config.get("num_key_value_heads", heads), text.num_query_groups),
         ("vocab_size", config.get("vocab_size"), text.vocab_size),
-        ("rms_norm_eps", config.get("rms_norm_eps"), text.layernorm_epsilon),
-        ("rope_theta", config.get("rope_theta", rope.get("rope_theta")), text.rope_theta),
+        ("head_dim", head_dim, text.head_dim),
+        ("hidden_act", config.get("hidden_act", "silu"), text.activation_func),
+        ("rms_norm_eps", config.get("rms_norm_eps", 1e-6), text.layernorm_epsilon),
+        ("rope_theta", config.get("rope_theta") or rope.get("rope_theta") or 10000.0, text.rope_theta),
+        ("rope_scaling", "default" if kind == "mrope" else kind, "default"),
+        ("use_sliding_window", bool(config.get("use_sliding_window")), False),
     ]
     found = [f"{key} is {theirs} there but {ours} in the vision-language model" for key, theirs, ours in compared if theirs not in (None, ours)]
     if found:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tangram.checkpoints.options import HFOptions, ParallelOptions
+from tangram.checkpoints.options import ParallelOptions
 from tangram.config.parsing import Section
 from tangram.errors import ConfigError
+
+
+class ConfigOptions(Section):
+    """Where config.json lies."""
+
+    hf_dir: str | None = Field(default=None, description="directory with the config.json of a checkpoint that holds none")
 
 
 class VerifyOptions(Section):
@@ -14,10 +20,14 @@ class VerifyOptions(Section):
 
     source_dir: str = Field(description="first checkpoint: Hugging Face directory, mp_rank directory or training checkpoint")
     target_dir: str = Field(description="second checkpoint, of any kind and split")
-    source_parallel_config: ParallelOptions | None = Field(default=None, description="split of the first; absent: by its manifest or its folders")
-    target_parallel_config: ParallelOptions | None = Field(default=None, description="split of the second; absent: by its manifest or its folders")
-    hf_config: HFOptions | None = Field(default=None, description="where config.json lies when a checkpoint holds none and the other neither")
-    workers: int = Field(default=2, ge=1, description="tensors compared at the same time")
+    source_parallel_config: ParallelOptions = Field(
+        default_factory=ParallelOptions, description="split of the first; absent: by its manifest or its folders"
+    )
+    target_parallel_config: ParallelOptions = Field(
+        default_factory=ParallelOptions, description="split of the second; absent: by its manifest or its folders"
+    )
+    hf_config: ConfigOptions = Field(default_factory=ConfigOptions)
+    workers: int = Field(default=2, ge=1, le=256, description="tensors compared at the same time")
     tolerance: float | None = Field(
         default=None, ge=0, description="elements whose difference is at most this times the larger magnitude are equal; absent: bits must be equal"
     )
@@ -29,7 +39,7 @@ class InspectOptions(Section):
 
     dir: str | None = Field(default=None, description="directory to describe")
     mm_dir: str | None = Field(default=None, description="another name of dir")
-    hf_config: HFOptions | None = Field(default=None, description="where config.json lies when the directory holds none")
+    hf_config: ConfigOptions = Field(default_factory=ConfigOptions)
 
     @property
     def path(self) -> str:
@@ -61,4 +71,4 @@ class Verify(LookOptions):
 class Inspect(LookOptions):
     """inspect."""
 
-    cfg: InspectOptions = InspectOptions()
+    cfg: InspectOptions = Field(default_factory=InspectOptions)

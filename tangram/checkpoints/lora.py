@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tangram.checkpoints.conversion import Conversion, check_family, open_hf, topology_of
+from tangram.checkpoints.conversion import Conversion, check_experts, check_family, open_hf, topology_of
 from tangram.checkpoints.convert import hf_conversion
 from tangram.checkpoints.copier import show
 from tangram.checkpoints.derived_readers import CastReader, lossy_cast
@@ -44,6 +44,7 @@ def prepare_lora_to_mm(options: LoraToMMOptions, families: tuple[str, ...] = (),
     model = adapter.family.from_hf_config(adapter.base_config)
     topology = topology_of(model, split)
     padded = padded_vocabulary(model.text_decoder.vocab_size, topology.tensor, split.make_vocab_size_divisible_by or 1)
+    check_experts(adapter.family.tensor_table(model, padded), topology)
     table = adapter.table(padded)
     prove_table(table, topology)
     source = _cast(adapter.reader, dtype)
@@ -71,11 +72,9 @@ def prepare_lora_to_hf(options: LoraToHFOptions, families: tuple[str, ...] = (),
     """
     out, mm_dir = Path(options.save_hf_dir), Path(options.mm_dir)
     require_new(out)
-    config_dir = None
-    if not (mm_dir / ADAPTER_CONFIG).is_file():
-        if options.hf_config is None:
-            raise ConfigError(f"{mm_dir}: no {ADAPTER_CONFIG}; give the directory that has it with --cfg.hf_config.hf_dir")
-        config_dir = options.hf_config.hf_dir
+    config_dir = options.hf_config.hf_dir
+    if config_dir is None and not (mm_dir / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{mm_dir}: no {ADAPTER_CONFIG}; give the directory that has it with --cfg.hf_config.hf_dir")
     adapter = open_adapter(
         mm_dir, base_dir=options.base_hf_dir, split=options.parallel_config, config_dir=config_dir, key_layout=options.key_layout
     )

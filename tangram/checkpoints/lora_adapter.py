@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from tangram.checkpoints.conversion import topology_of, whole
+from tangram.checkpoints.conversion import filled, topology_of, whole
 from tangram.checkpoints.find_split import chunks_of
 from tangram.checkpoints.kinds import ADAPTER_MANIFEST, has_rank_folders
 from tangram.checkpoints.lora_config import AdapterConfig, read_adapter_config
@@ -105,6 +105,9 @@ class Adapter:
                 modules that are no targets.
         """
         infos = self.reader.names()
+        integers = [name for name, info in infos.items() if not info.dtype.is_floating_point]
+        if integers:
+            raise CheckpointError(f"{self.path}: {len(integers)} tensors hold integers: {name_some(integers)}; quantised adapters are not read")
         expected = {source.name: source.shape for rule in self.table() for source in rule.sources}
         lost = sorted(set(expected) - set(infos))
         if lost:
@@ -207,13 +210,17 @@ def open_adapter(
     model = family.from_hf_config(base)
     vocab = model.text_decoder.vocab_size
     known = linears(family.tensor_table(model, vocab), whole(model))
+    split = split or ParallelOptions()
     if not has_rank_folders(path):
+        if split.given:
+            raise ConfigError(f"{path}: is a PEFT directory, which has no split; leave the options of parallel_config out")
         file = PeftFile(path, family)
         adapter = Adapter(path, config, file, family, base, known, _ranks(file.names()), file.layout)
     else:
         mm = MMDirectory(path)
-        split = split or ParallelOptions()
-        topology = manifest.topology if manifest is not None else topology_of(model, split)
+        topology = topology_of(model, split if manifest is None else filled(split, manifest))
+        if manifest is not None:
+            _check_split(topology, manifest, path)
         padded = manifest.padded_vocab if manifest else padded_vocabulary(vocab, topology.tensor, split.make_vocab_size_divisible_by or 1)
         ranks = _ranks_of_files(mm, topology, known)
         rules = lora_table(linears(family.tensor_table(model, padded), whole(model)), ranks, str(path))
@@ -227,6 +234,20 @@ def open_adapter(
         adapter = Adapter(path, config, reader, family, base, known, ranks, layout, topology)
     adapter.check()
     return adapter
+
+
+def _check_split(topology: Topology, manifest: AdapterManifest, path: Path) -> None:
+    """Check that options which were given beside a manifest say what it says."""
+    pairs = {
+        "tp_size": (manifest.topology.tensor, topology.tensor),
+        "vit_tp_size": (manifest.topology.tensor_of("vision"), topology.tensor_of("vision")),
+        "ep_size": (manifest.topology.expert, topology.expert),
+        "vit_pp_layers": (manifest.topology.vision, topology.vision),
+        "llm_pp_layers": (manifest.topology.text, topology.text),
+    }
+    found = [f"{what} is {ours} in the manifest but {theirs} by the options" for what, (ours, theirs) in pairs.items() if ours != theirs]
+    if found:
+        raise CheckpointError(f"{path}: {'; '.join(found)}; leave the options out to use the manifest's values")
 
 
 def _base_config(config: AdapterConfig, base_dir: str | Path | None) -> dict[str, Any]:

@@ -73,10 +73,9 @@ class AdapterConfig:
         if not _named(self.targets, module):
             return False
         layers = self.raw.get("layers_to_transform")
-        if layers is None or isinstance(self.targets, str):
+        if layers in (None, []) or isinstance(self.targets, str):  # PEFT takes no layers as all
             return True
-        number = self._layer(module)
-        return number is not None and number in ([layers] if isinstance(layers, int) else layers)
+        return self._layer(module) in ([layers] if isinstance(layers, int) else layers)
 
     def _layer(self, module: str) -> int | None:
         """The layer number in a module's name, after one of ``layers_pattern`` if given."""
@@ -113,6 +112,21 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     raw = read_mapping(path)
     if raw.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: peft_type is {raw.get('peft_type')!r}; only LORA is supported")
+    _refuse_variants(path, raw)
+    rank, alpha = _number(path, raw, "r", whole=True), _number(path, raw, "lora_alpha")
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = raw.get(key) or {}
+        _require(isinstance(patterns, Mapping), path, raw, key, "a mapping from names to numbers")
+        for pattern in patterns:
+            _number(path, patterns, pattern, whole=key == "rank_pattern")
+            _check_expression(path, key, pattern)
+    _require(bool(raw.get("target_modules")), path, raw, "target_modules", "a list of names or a regular expression")
+    _check_names(path, raw)
+    targets = raw["target_modules"]
+    return AdapterConfig(path, raw, int(rank), alpha, targets if isinstance(targets, str) else tuple(targets))
+
+
+def _refuse_variants(path: Path, raw: Mapping[str, Any]) -> None:
     for key in sorted(raw):
         if key.startswith("use_") and key != "use_rslora" and raw[key]:
             raise CheckpointError(f"{path}: {key} {raw[key]!r} is not supported, its weights are more than alpha / r * B A; merge it with PEFT")
@@ -124,27 +138,46 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         raise CheckpointError(f"{path}: {said}: trained biases are not supported; merge it with PEFT")
     if raw.get("fan_in_fan_out"):
         raise CheckpointError(f"{path}: fan_in_fan_out is true, but these models have no transposed linears; set it to false")
-    rank, alpha = (_number(path, raw, key) for key in ("r", "lora_alpha"))
-    if rank != int(rank):
-        raise CheckpointError(f"{path}: r is {rank}; it must be a whole number")
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in raw.get(key) or {}:
-            _number(path, raw[key], pattern)
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise CheckpointError(f"{path}: {key}: {pattern!r} is no regular expression: {error}") from None
-    targets = raw.get("target_modules")
-    if not targets or not (isinstance(targets, str) or (isinstance(targets, list) and all(isinstance(t, str) for t in targets))):
-        raise CheckpointError(f"{path}: target_modules is {targets!r}; it must be a list of names or a regular expression")
-    return AdapterConfig(path, raw, int(rank), alpha, targets if isinstance(targets, str) else tuple(targets))
 
 
-def _number(path: Path, raw: Mapping[str, Any], key: str) -> float:
+def _check_names(path: Path, raw: Mapping[str, Any]) -> None:
+    """The keys that name modules and layers hold what PEFT writes there, or nothing."""
+    for key in ("target_modules", "exclude_modules"):
+        value = raw.get(key)
+        _require(value is None or isinstance(value, str) or _is_list(value, str), path, raw, key, "a list of names or a regular expression")
+        if isinstance(value, str):
+            _check_expression(path, key, value)
+    layers, patterns = raw.get("layers_to_transform"), raw.get("layers_pattern") or []
+    _require(layers is None or type(layers) is int or _is_list(layers, int), path, raw, "layers_to_transform", "a layer's number or a list of them")
+    _require(isinstance(patterns, str) or _is_list(patterns, str), path, raw, "layers_pattern", "a name or a list of names")
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        _check_expression(path, "layers_pattern", pattern)
+    _require(isinstance(raw.get("base_model_name_or_path"), str | None), path, raw, "base_model_name_or_path", "a directory or a repository's name")
+    _require(isinstance(raw.get("use_rslora"), bool | None), path, raw, "use_rslora", "true or false")
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(part) is kind for part in value)
+
+
+def _require(holds: bool, path: Path, raw: Mapping[str, Any], key: str, what: str) -> None:
+    if not holds:
+        raise CheckpointError(f"{path}: {key} is {raw.get(key)!r}; it must be {what}")
+
+
+def _check_expression(path: Path, key: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(f"{path}: {key}: {expression!r} is no regular expression: {error}") from None
+
+
+def _number(path: Path, raw: Mapping[str, Any], key: str, *, whole: bool = False) -> float:
     value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise CheckpointError(f"{path}: {key} is {value!r}; it must be a positive number")
-    return value
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    _require(0 < number < math.inf, path, raw, key, "a positive number")
+    _require(not whole or number == int(number), path, raw, key, "a whole number")
+    return number
 
 
 def _named(targets: str | Sequence[str], module: str) -> bool:

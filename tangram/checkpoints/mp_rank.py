@@ -18,9 +18,10 @@ import torch
 
 from tangram.checkpoints.copier import LocalSource, check_sources, check_tiling, local_dtype, read_local, show
 from tangram.checkpoints.engine import PlannedFile, PlannedTensor, peak_memory, write_files
+from tangram.checkpoints.find_split import RANK_FOLDER
 from tangram.checkpoints.load_hf import LoadReport, Parameters, pair_up
 from tangram.checkpoints.manifest import Manifest, check_manifest, read_manifest
-from tangram.checkpoints.rank_file import load_rank_file
+from tangram.checkpoints.rank_file import MODEL_KEY, load_rank_file
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, files_identity, identity_of
 from tangram.checkpoints.resume import Journal
 from tangram.checkpoints.torch_file import TorchFile
@@ -97,10 +98,12 @@ def plan_ranks(table: Sequence[Rule], topology: Topology, source: CanonicalReade
 
 
 def _plan(table: Sequence[Rule], topology: Topology, source: CanonicalReader) -> list[PlannedFile]:
-    return [_plan_rank(f"{rank.folder(topology)}/{RANK_FILE}", rank.place(table, topology), source) for rank in all_ranks(topology)]
+    archives: dict[str, TorchFile] = {}
+    return [_plan_rank(f"{rank.folder(topology)}/{RANK_FILE}", rank.place(table, topology), source, archives) for rank in all_ranks(topology)]
 
 
-def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader) -> PlannedFile:
+def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader, archives: dict[str, TorchFile]) -> PlannedFile:
+    """The file of one rank; ``archives`` is filled: what files look like by their names and shapes, in which the ranks of a stage are alike."""
     state: dict[str, object] = {"checkpoint_version": CHECKPOINT_VERSION}
     layouts: list[LocalTensor] = []
     for key, chunk in zip(chunk_keys(len(chunks)), chunks, strict=True):
@@ -109,7 +112,10 @@ def _plan_rank(path: str, chunks: Sequence[Placement], source: CanonicalReader) 
             check_sources(layout, source)
             layouts.append(layout)
         state[key] = {name: TensorInfo(layout.shape, local_dtype(layout, source)) for name, layout in chunk.tensors.items()}
-    file = TorchFile(Path(path).stem, state)
+    content = repr(state)
+    if content not in archives:
+        archives[content] = TorchFile(Path(path).stem, state)
+    file = archives[content]
     tensors = tuple(
         PlannedTensor(layout.name, offset, info, partial(read_local, layout, source), recipe=_recipe(layout))
         for layout, info, offset in zip(layouts, file.tensors, file.offsets, strict=True)
@@ -133,13 +139,13 @@ class MMDirectory:
         tracker = self.path / TRACKER
         if not tracker.is_file():
             raise CheckpointError(f"{self.path}: no {TRACKER}; give a directory that mm-convert or Megatron wrote")
-        word = tracker.read_text().strip()
-        if word != "release" and not word.isdigit():
+        word = tracker.read_bytes()[:80].decode(errors="replace").strip()
+        if word != "release" and not re.fullmatch(r"[0-9]{1,18}", word):
             raise CheckpointError(f"{tracker}: {word!r} is neither 'release' nor an iteration number")
         self.folder = self.path / ("release" if word == "release" else f"iter_{int(word):07}")
         self.manifest: Manifest | None = read_manifest(self.path)
         names = sorted(entry.name for entry in self.folder.glob("mp_rank_*"))
-        self.ranks = [m for m in (re.fullmatch(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?", name) for name in names) if m]
+        self.ranks = [m for m in map(RANK_FOLDER.fullmatch, names) if m]
         """Folders. Of one with a single part after the tensor rank only the split tells whether that is a stage or an expert-parallel rank."""
         if not self.ranks or len(self.ranks) != len(names) or len({m.lastindex for m in self.ranks}) > 1:
             raise CheckpointError(
@@ -178,14 +184,18 @@ class MMDirectory:
         """
         path = self.file(rank, topology)
         state = load_rank_file(path)
-        present = sorted(key for key in state if re.fullmatch(r"model\d*", key))
+        present = sorted(filter(MODEL_KEY.fullmatch, state))
         expected = chunk_keys(topology.virtual)
         if present != sorted(expected):
             raise CheckpointError(
                 f"{path}: holds {', '.join(present) or 'no model'}, but a run with {topology.virtual} virtual stage(s) needs {', '.join(expected)}; "
                 "convert again for this split"
             )
-        return [{name: value for name, value in state[key].items() if not (value is None and name.endswith("_extra_state"))} for key in expected]
+        chunks = [{name: value for name, value in state[key].items() if not (value is None and name.endswith("_extra_state"))} for key in expected]
+        for name, value in (pair for chunk in chunks for pair in chunk.items()):
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                raise CheckpointError(f"{path}: {name} is {type(value).__name__} instead of a plain tensor; convert again")
+        return chunks
 
     def file(self, rank: Rank, topology: Topology) -> Path:
         """File of one rank."""

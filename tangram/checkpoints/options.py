@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tangram.config.model import LayerList
 from tangram.config.parsing import Section
@@ -32,6 +32,11 @@ class ParallelOptions(Section):
     make_vocab_size_divisible_by: int | None = Field(
         default=None, ge=1, description=f"pad the vocabulary to a multiple of this times tp_size; absent: 1, {MANIFEST_SAYS}"
     )
+
+    @property
+    def given(self) -> bool:
+        """Whether anything is said."""
+        return self != ParallelOptions()
 
 
 class HFOptions(Section):
@@ -130,7 +135,6 @@ class CommandOptions(Section):
     """What every command takes besides its own options."""
 
     dtype: DTypeName | None = Field(default=None, description="element type of the weights; absent: each tensor keeps its own")
-    workers: int = Field(default=2, ge=1, le=256, description="files written at the same time")
     dry_run: bool = Field(default=False, description="print what would be written, and the memory it takes, and write nothing")
     plugin: list[str] = Field(default=[], description="Python file or folder to import first; may be repeated")
 
@@ -140,14 +144,27 @@ class CommandOptions(Section):
         return SHORT_DTYPES.get(self.dtype, self.dtype) if self.dtype else None
 
 
-class ShardOptions(CommandOptions):
+class CopyOptions(CommandOptions):
+    """Of a command that writes several files; a training checkpoint is one, written piece by piece."""
+
+    workers: int = Field(default=2, ge=1, le=256, description="tensors copied at the same time")
+
+
+class ShardOptions(CopyOptions):
     """Of a command that writes a Hugging Face directory."""
 
     max_shard_size: str | None = Field(
         default=None,
-        pattern=r"(?i)^\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*$",
+        pattern=r"(?i)^\s*[0-9]{1,15}(\.[0-9]{1,15})?\s*([KMGT]i?)?B?\s*$",
         description="largest weight file, such as 5GB (10^9 bytes) or 500MiB; absent: the files of hf_dir",
     )
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _holds_a_byte(cls, size: str | None) -> str | None:
+        if size is not None and parse_size(size) < 1:
+            raise ValueError(f"{size!r} is less than one byte; write a size such as 5GB")
+        return size
 
     @property
     def max_shard_bytes(self) -> int | None:
@@ -155,7 +172,7 @@ class ShardOptions(CommandOptions):
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
 
-class HFToMM(CommandOptions):
+class HFToMM(CopyOptions):
     """hf_to_mm."""
 
     cfg: ToMMOptions
@@ -167,7 +184,7 @@ class MMToHF(ShardOptions):
     cfg: ToHFOptions
 
 
-class Resplit(CommandOptions):
+class Resplit(CopyOptions):
     """resplit."""
 
     cfg: ResplitOptions

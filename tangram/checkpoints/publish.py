@@ -5,11 +5,10 @@ A directory ``<name>`` is written as ``<name>.tmp-<token>`` beside it. Only a co
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tangram.errors import CheckpointError
@@ -35,10 +34,11 @@ def remove_stale(final: Path) -> list[Path]:
     Returns:
         The removed paths.
     """
-    for old in sorted(final.parent.glob(f"{final.name}{_REPLACED}*")):
+    name = glob.escape(final.name)
+    for old in sorted(final.parent.glob(f"{name}{_REPLACED}*")):
         if not final.exists():
             old.rename(final)
-    stale = [*final.parent.glob(f"{final.name}{_TEMPORARY}*"), *final.parent.glob(f"{final.name}{_REPLACED}*")]
+    stale = [*final.parent.glob(f"{name}{_TEMPORARY}*"), *final.parent.glob(f"{name}{_REPLACED}*")]
     for path in stale:
         if path.is_dir():
             shutil.rmtree(path)
@@ -86,34 +86,16 @@ def publish(temporary: Path, final: Path, *, replace: bool = False) -> None:
 
 
 def require_new(final: Path) -> None:
-    """Check that nothing would be overwritten.
+    """Check that a new directory can take the name without overwriting anything.
 
     Raises:
-        CheckpointError: ``final`` is a file or a directory with content.
+        CheckpointError: ``final`` is a file or a directory with content, or something that no rename replaces: a link, a mount point or ``.``.
     """
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{final}: exists already; remove it or write elsewhere")
-
-
-@contextmanager
-def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary directory that becomes ``final`` if the block ends well, and is removed if it raises.
-
-    Raises:
-        CheckpointError: ``final`` exists with content and ``replace`` is off; nothing is written then.
-    """
-    if not replace:
-        require_new(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale(final)
-    temporary = temporary_name(final)
-    temporary.mkdir()
-    try:
-        yield temporary
-        publish(temporary, final, replace=replace)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    what = "a link" if final.is_symlink() else "a mount point" if os.path.ismount(final) else "" if final.name else "the current directory"
+    if what:
+        raise CheckpointError(f"{final}: is {what}, which the finished directory cannot replace; give the name of a new directory")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ They are of no use here, and are replaced by empty objects; an object of any oth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,10 @@ BOOKKEEPING = frozenset(
     {"_codecs", "argparse", "collections", "datetime", "enum", "megatron", "mindspeed", "mindspeed_mm", "numpy", "pathlib", "types"}
 )
 """Packages whose objects the files of training runs hold."""
+
+
+MODEL_KEY = re.compile(r"model\d*")
+"""Key of a model chunk: ``model``, or ``model0``, ``model1``, ... with virtual stages."""
 
 
 class _Nothing:
@@ -52,12 +57,19 @@ def load_rank_file(path: Path) -> Mapping[str, Any]:
                     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError as error:
         raise CheckpointError(f"{path}: holds more than tensors and plain values, which is not loaded: {str(error).split('.')[0]}") from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        size, first = path.stat().st_size, str(error).splitlines()[0]
-        raise CheckpointError(f"{path}: cannot be read, {size} bytes: {first}; copy or convert it again") from None
+    except Exception as error:  # a damaged pickle can fail in any way
+        said = (str(error).splitlines() or [""])[0] if isinstance(error, (RuntimeError, OSError, ValueError)) else "its contents are damaged"
+        raise CheckpointError(f"{path}: cannot be read, {path.stat().st_size} bytes: {said}; copy or convert it again") from None
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds a {type(state).__name__} instead of a mapping with the model's tensors; convert again")
+    for key, value in state.items():
+        if not isinstance(key, str) or (MODEL_KEY.fullmatch(key) and not _is_named(value)):
+            raise CheckpointError(f"{path}: {key!r} is a {type(value).__name__} instead of a mapping from names to tensors; convert again")
     return state
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 @contextmanager

@@ -113,12 +113,13 @@ def resumable_directory(final: Path) -> Iterator[Journal]:
     """Yield the journal of a directory that becomes ``final`` if the block ends well, and is removed if it raises.
 
     Raises:
-        CheckpointError: ``final`` exists with content, or another process is writing it, or a file cannot be read or written.
+        CheckpointError: ``final`` cannot be a new directory, another process is writing it, ``<final>.partial`` holds files of other origin, or
+            a file cannot be read or written.
     """
+    require_new(final)
     partial = final.with_name(final.name + _PARTIAL)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked_journal(partial, final) as file:
+        with _parents(final), _locked_journal(partial, final) as file:
             try:
                 require_new(final)
                 journal = Journal(partial, file)
@@ -131,11 +132,28 @@ def resumable_directory(final: Path) -> Iterator[Journal]:
 
 
 @contextmanager
+def _parents(final: Path) -> Iterator[None]:
+    """The folders above ``final``; those that had to be made go again if the block raises."""
+    made = [folder for folder in final.parents if not folder.exists()]
+    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+@contextmanager
 def _locked_journal(partial: Path, final: Path) -> Iterator[TextIOWrapper]:
     """The journal's file, opened and locked."""
     while True:
         partial.mkdir(exist_ok=True)
         path = partial / "journal"
+        foreign = sorted(entry.name for entry in partial.iterdir() if entry.name not in ("journal", "tree"))
+        if foreign:
+            raise CheckpointError(f"{partial}: holds {foreign[0]}, which no conversion put there; move the directory away, or write elsewhere")
         try:
             file = path.open("a+", encoding="utf-8")
         except FileNotFoundError:  # removed by one that ended since

@@ -12,7 +12,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -39,11 +39,19 @@ _LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors package refuses larger ones too."""
 
 
+class _Entries(list[tuple[str, Any]]):
+    """A JSON mapping as it stands, repeated keys included."""
+
+
+def _is_numbers(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
 class SafetensorsFile:
     """One file. Its header is read and checked at once, its data is mapped when first needed.
 
     Raises:
-        CheckpointError: the file is truncated or its header is damaged.
+        CheckpointError: the file is truncated or longer than its tensors, or its header is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,6 +63,9 @@ class SafetensorsFile:
         self._read_header()
 
     def _read_header(self) -> None:
+        if not self.path.is_file():
+            what = "a folder" if self.path.is_dir() else "a link to nothing"
+            raise CheckpointError(f"{self.path}: no file, but {what}; remove it or copy the file in")
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             lead = file.read(8)
@@ -68,23 +79,28 @@ class SafetensorsFile:
                 )
             self.header = file.read(length)
         try:
-            entries = json.loads(self.header)
-            entries.pop("__metadata__", None)
-        except (ValueError, AttributeError):
-            raise CheckpointError(f"{self.path}: the header is not a JSON mapping; the file is damaged, copy or download it again") from None
-        for name, entry in entries.items():
-            self._read_entry(name, entry, 8 + length, size)
+            entries = json.loads(self.header, object_pairs_hook=_Entries)
+        except (ValueError, RecursionError):
+            entries = None
+        if not isinstance(entries, _Entries):
+            raise CheckpointError(f"{self.path}: the header is not a JSON mapping; the file is damaged, copy or download it again")
+        for name, entry in entries:
+            if name in self.infos:
+                raise CheckpointError(f"{self.path}: {name} stands twice in the header; the file is damaged, copy or download it again")
+            if name != "__metadata__":
+                self._read_entry(name, entry, 8 + length, size)
+        self._check_order(8 + length, size)
 
     def _read_entry(self, name: str, entry: Any, data: int, size: int) -> None:
-        try:
-            code, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
-            begin, end = (int(n) for n in entry["data_offsets"])
-        except (TypeError, KeyError, ValueError):
-            raise CheckpointError(f"{self.path}: the header's entry of {name} is damaged: {entry!r}; copy or download the file again") from None
+        fields = dict(entry) if isinstance(entry, _Entries) else {}
+        code, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (isinstance(code, str) and _is_numbers(shape) and _is_numbers(place) and len(place) == 2):
+            raise CheckpointError(f"{self.path}: the header's entry of {name} is damaged: {fields or entry!r}; copy or download the file again")
+        shape, (begin, end) = tuple(shape), place
         if code not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} has element type {code}, which is not supported; supported: {', '.join(DTYPES)}")
         info = TensorInfo(shape, DTYPES[code])
-        if begin < 0 or any(n < 0 for n in shape) or end - begin != info.nbytes:
+        if end - begin != info.nbytes:
             raise CheckpointError(
                 f"{self.path}: {name} of shape {shape} and type {code} takes {info.nbytes} bytes, but the header gives it {begin}..{end}"
             )
@@ -94,6 +110,18 @@ class SafetensorsFile:
             )
         self.infos[name] = info
         self._begins[name] = data + begin
+
+    def _check_order(self, data: int, size: int) -> None:
+        """The format lets tensors neither overlap nor leave gaps; a file that does was put together wrongly."""
+        end, last = data, "the header"
+        for name in sorted(self.infos, key=lambda name: (self._begins[name], self.infos[name].nbytes)):
+            if self._begins[name] != end:
+                raise CheckpointError(
+                    f"{self.path}: {name} begins at byte {self._begins[name]} but {last} ends at {end}; the file is damaged, download it again"
+                )
+            end, last = end + self.infos[name].nbytes, name
+        if end != size:
+            raise CheckpointError(f"{self.path}: {size} bytes, but {last} ends at {end}; the file is damaged, copy or download it again")
 
     def read(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
         """A rectangle of one tensor as a view of the mapped file; only the pages it lies on are touched when it is used."""

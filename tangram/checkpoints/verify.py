@@ -198,9 +198,8 @@ def run_verify(options: VerifyOptions, families: tuple[str, ...] = (), progress:
     Raises:
         TangramError: as ``open_checkpoint`` and ``verify``, or a checkpoint of another family.
     """
-    hf_dir = options.hf_config.hf_dir if options.hf_config else None
-    sides = [(options.source_dir, options.source_parallel_config), (options.target_dir, options.target_parallel_config)]
-    first, second = open_two(sides[0], sides[1], hf_dir)
+    splits = (split if split.given else None for split in (options.source_parallel_config, options.target_parallel_config))
+    first, second = open_two((options.source_dir, next(splits)), (options.target_dir, next(splits)), options.hf_config.hf_dir)
     for side in (first, second):
         check_family(side.family, families, str(side.path))
     return verify(

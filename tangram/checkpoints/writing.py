@@ -11,7 +11,7 @@ class WriteSettings:
     """How files are written.
 
     Args:
-        workers: files written at the same time.
+        workers: tensors copied at the same time.
         progress: called with bytes written so far and bytes in all; from any thread.
     """
 

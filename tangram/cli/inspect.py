@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from tangram.families.plugins import load_plugins
 
     load_plugins(args.plugin)
-    raw = {"dir": args.dir, "hf_config": {"hf_dir": args.hf} if args.hf else None}
+    raw = {"dir": args.dir, "hf_config": {"hf_dir": args.hf}}
     return show_inspection(parse_section(InspectOptions, raw, "inspect"), (), args.json)
 
 

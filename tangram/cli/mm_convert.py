@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tangram.checkpoints.look_options import Inspect, LookOptions, Verify
 from tangram.checkpoints.lora_options import LoraMerge, LoraToHF, LoraToMM
-from tangram.checkpoints.options import CommandOptions, DCPToHF, HFToDCP, HFToMM, MMToDCP, MMToHF, Resplit
+from tangram.checkpoints.options import CommandOptions, CopyOptions, DCPToHF, HFToDCP, HFToMM, MMToDCP, MMToHF, Resplit
 from tangram.cli import inspect, verify
 from tangram.cli.parser import Parser
 from tangram.cli.section_options import SectionOptions, UsageError
@@ -227,11 +228,12 @@ def _convert(command: Command, options: CommandOptions, families: tuple[str, ...
     from tangram.cli.progress import byte_progress
 
     conversion = command.prepare(options, families, torch_dtype(options.dtype_name))
+    settings = WriteSettings(workers=options.workers) if isinstance(options, CopyOptions) else WriteSettings()
     if options.dry_run:
-        print(_plan(conversion, WriteSettings(workers=options.workers)))
+        print(_plan(conversion, settings))
         return 0
     with byte_progress(conversion.out.name) as progress:
-        report = conversion.write(WriteSettings(workers=options.workers, progress=progress))
+        report = conversion.write(replace(settings, progress=progress))
     print(report)
     return 0
 

@@ -3,6 +3,10 @@
 Every key of the section is an option. Keys at the top are written with hyphens (``--dry-run``) or underscores, a key that holds
 yes or no may stand without a value, a list may be given as ``[1,2]`` or by repeating the option. ``--config FILE`` reads the same keys from
 YAML, ``--print_config`` prints them; what stands later on the command line wins.
+
+Why no library: ``hf_to_mm --help`` takes 0.33 to 0.41 s of CPU here, 0.43 to 0.55 s with jsonargparse 4.53 and 0.51 to 0.53 s with
+pydantic-settings 2.16 (two busy cores). Neither takes ``--dry-run`` without a value beside ``--dry_run true`` or names the nearest option,
+jsonargparse passes over the bounds of pydantic's fields and pydantic-settings reports in four lines, so most of this file would stay.
 """
 
 from __future__ import annotations

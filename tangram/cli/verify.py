@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     raw = {
         "source_dir": args.first,
         "target_dir": args.second,
-        "hf_config": {"hf_dir": args.hf} if args.hf else None,
+        "hf_config": {"hf_dir": args.hf},
         "workers": args.workers,
         "tolerance": args.tolerance,
         "ignore_dtype": args.ignore_dtype,

@@ -34,7 +34,7 @@ def cover_counts(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> np.ndarr
 
 
 @lru_cache(maxsize=4096)
-def _extremes(shape: Shape, boxes: tuple[tuple[Shape, Shape], ...]) -> tuple[int, int]:
+def cover_extremes(shape: Shape, boxes: tuple[tuple[Shape, Shape], ...]) -> tuple[int, int]:
     """Least and most of ``cover_counts``; 1 for a tensor without elements. A model's layers are alike, so that few cases are many tensors."""
     counts = cover_counts(shape, boxes)
     return (int(counts.min()), int(counts.max())) if counts.size else (1, 1)
@@ -53,7 +53,7 @@ def prove(placements: Sequence[Placement], shapes: Mapping[str, Shape]) -> None:
     owners: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
     for placement in placements:
         for tensor in placement.tensors.values():
-            least, most = _extremes(tensor.shape, tuple((block.local_start, block.shape) for block in tensor.blocks))
+            least, most = cover_extremes(tensor.shape, tuple((block.local_start, block.shape) for block in tensor.blocks))
             if (least, most) != (1, 1):
                 raise PlacementError(
                     f"{tensor.name} on tensor rank {placement.tp_rank}, stage {placement.chunk.position}: "
@@ -68,7 +68,7 @@ def prove(placements: Sequence[Placement], shapes: Mapping[str, Shape]) -> None:
     lost = []
     for name, shape in shapes.items():
         boxes = owners.get(name)
-        if not boxes or _extremes(shape, tuple(dict.fromkeys(boxes)))[0] == 0:
+        if not boxes or cover_extremes(shape, tuple(dict.fromkeys(boxes)))[0] == 0:
             lost.append(name)
     if lost:
         raise PlacementError(f"{len(lost)} tensors have elements that no rank holds: {name_some(lost)}")
@@ -87,4 +87,4 @@ def distinct_elements(placements: Sequence[Placement]) -> int:
     return sum(seen.values())
 
 
-__all__ = ["cover_counts", "distinct_elements", "prove", "prove_table"]
+__all__ = ["cover_counts", "cover_extremes", "distinct_elements", "prove", "prove_table"]

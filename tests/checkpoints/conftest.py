@@ -17,6 +17,7 @@ from tangram.checkpoints.options import ToHFOptions, ToMMOptions
 from tangram.families.base import get_family
 from tangram.placement.blocks import canonical_shapes
 from tangram.placement.topology import Topology
+from tests.weights_kit import write_adapter
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,13 @@ def golden() -> Path:
 def kit() -> SimpleNamespace:
     helpers = (golden_config, write_hf, shard, hf_tensors, edit, to_mm, to_hf, rank_file, load_rank, assert_same, files)
     return SimpleNamespace(**{helper.__name__: helper for helper in helpers})
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A base and a LoRA adapter of some of its linears."""
+    base = write_hf(tmp_path / "base", dtype=torch.float32)
+    return base, write_adapter(tmp_path / "lora", base)
 
 
 def golden_config(family: str = "qwen2_5_vl") -> dict[str, Any]:

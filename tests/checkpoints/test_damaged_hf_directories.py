@@ -6,9 +6,11 @@ import struct
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.inspect import inspect
 from tangram.errors import CheckpointError, ConfigError, TangramError
 
 
@@ -66,6 +68,93 @@ def test_element_type_that_is_not_known(one):
     header = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
     (one / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
     refuse(one, "w has element type F4, which is not supported; supported: F64, F32")
+
+
+def content(header, data=b"", *, text=None):
+    """A file with a header, given as a mapping or as its text."""
+    written = (json.dumps(header) if text is None else text).encode()
+    return struct.pack("<Q", len(written)) + written + data
+
+
+def entry(begin, end, shape=(4,)):
+    return {"dtype": "U8", "shape": list(shape), "data_offsets": [begin, end]}
+
+
+BROKEN = {
+    "a list": (content([1]), "the header is not a JSON mapping"),
+    "nested too deeply": (content(None, text="[" * 50_000), "the header is not a JSON mapping"),
+    "an entry that is a list": (content({"w": [1]}, bytes(4)), r"the header's entry of w is damaged: \[1\]"),
+    "an infinite size": (content({"w": entry(0, 4, [float("inf")])}, bytes(4)), "the header's entry of w is damaged"),
+    "a broken size": (content({"w": entry(0, 4, [4.7])}, bytes(4)), "the header's entry of w is damaged"),
+    "sizes in words": (content({"w": entry(0, 4) | {"shape": "4"}}, bytes(4)), "the header's entry of w is damaged"),
+    "two negative sizes": (content({"w": entry(0, 4, [-2, -2])}, bytes(4)), "the header's entry of w is damaged"),
+    "three offsets": (content({"w": entry(0, 4) | {"data_offsets": [0, 2, 4]}}, bytes(4)), "the header's entry of w is damaged"),
+    "tensors that overlap": (content({"v": entry(0, 4), "w": entry(2, 6)}, bytes(6)), r"w begins at byte \d+ but v ends at \d+"),
+    "a gap": (content({"v": entry(0, 4), "w": entry(6, 10)}, bytes(10)), r"w begins at byte \d+ but v ends at \d+"),
+    "bytes after the last": (content({"v": entry(0, 4)}, bytes(9)), r"\d+ bytes, but v ends at \d+"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_files_that_the_safetensors_package_refuses_are_refused(damage, one):
+    broken, message = BROKEN[damage]
+    file = one / "model.safetensors"
+    file.write_bytes(broken)
+    with pytest.raises(SafetensorError), safe_open(file, "pt"):
+        pass
+    refuse(one, message)
+
+
+def test_a_tensor_that_stands_twice_in_a_header(one):
+    """The package takes one of the two."""
+    twice = f'{{"w": {json.dumps(entry(0, 4))}, "w": {json.dumps(entry(0, 4))}}}'
+    (one / "model.safetensors").write_bytes(content(None, bytes(4), text=twice))
+    refuse(one, "w stands twice in the header; the file is damaged")
+
+
+@pytest.mark.parametrize("what", ["folder", "link to nothing"])
+def test_a_shard_that_is_no_file(what, one):
+    shard = one / "x.safetensors"
+    if what == "folder":
+        shard.mkdir()
+    else:
+        shard.symlink_to("nowhere")
+    refuse(one, rf"x.safetensors: no file, but a {what}; remove it")
+    assert any("x.safetensors: no file" in problem for problem in inspect(one).problems)
+
+
+CONFIGS = {
+    "vision_config": ([1], r"vision_config is \[1\]; it must be a mapping"),
+    "text_config": ("x", "text_config is 'x'; it must be a mapping"),
+    "rope_scaling": ("x", "rope_scaling is 'x'; it must be a mapping"),
+    "initializer_range": ("x", "init_method_std: Input should be a valid number"),
+    "hidden_size": (64, r"mrope_section .* must hold 3 numbers that sum to half of head_dim"),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("key", CONFIGS)
+def test_a_config_with_values_of_the_wrong_kind(key, family, kit, tmp_path):
+    value, message = CONFIGS[key]
+    path = kit.write_hf(tmp_path / "hf", family=family)
+    config = json.loads((path / "config.json").read_text())
+    config[key] = value
+    if isinstance(config["text_config"], dict) and key != "vision_config":
+        config["text_config"][key] = value
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        kit.to_mm(path, tmp_path / "mm", family=family)
+    assert not (tmp_path / "mm").exists()
+
+
+@pytest.mark.parametrize(("family", "key"), [("qwen2_vl", "hidden_size"), ("qwen2_5_vl", "out_hidden_size")])
+def test_a_vision_encoder_that_is_said_to_give_another_width(family, key, kit, tmp_path):
+    path = kit.write_hf(tmp_path / "hf", family=family)
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"][key] = 40
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"{key} 40 of vision_config must be the text decoder's hidden_size 32"):
+        kit.to_mm(path, tmp_path / "mm", family=family)
 
 
 def test_missing_shard(three):

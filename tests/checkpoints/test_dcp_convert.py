@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tangram.checkpoints.dcp_manifest import RunFacts
+from tangram.checkpoints.dcp_convert import prepare_hf_to_dcp
+from tangram.checkpoints.dcp_manifest import Manifest, RunFacts
+from tangram.checkpoints.dcp_planner import write
+from tangram.checkpoints.dcp_reader import DCPReader
+from tangram.checkpoints.dcp_source import source_entries
+from tangram.checkpoints.derived_readers import SubsetReader
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.checkpoints.options import HFToDCP
+from tangram.checkpoints.writing import WriteSettings
 from tangram.cli.mm_convert import main
 from tangram.errors import CheckpointError
 from tangram.placement.blocks import canonical_shapes, place
@@ -82,6 +92,52 @@ def test_a_run_starts_from_it_at_any_split_with_its_own_data_and_seed(kit, tmp_p
     assert (resumed.step, resumed.consumed_samples) == (0, 0)
     expected = kit.load_rank(tmp_path / "mm", "mp_rank_01_001")["model"]
     kit.assert_same({name: parameter.detach() for name, parameter in parameters.items()}, expected)
+
+
+def test_a_checkpoint_that_lacks_tensors_of_its_model_is_not_exported(kit, tmp_path, capsys):
+    """As a run of the text decoder alone saves it."""
+    hf = kit.write_hf(tmp_path / "hf")
+    source = SubsetReader(HFDirectory(hf), [name for name in HFDirectory(hf).names() if not name.startswith("model.visual.")])
+    folder = tmp_path / "dcp" / "iter_0000000"
+    folder.mkdir(parents=True)
+    write(folder, source_entries(source), source.names(), {})
+    (folder / "manifest.json").write_text(Manifest.imported("qwen2_5_vl", Topology.build(vision_layers=4, text_layers=4), kit.golden_config()).text())
+    (tmp_path / "dcp" / "latest_checkpointed_iteration.txt").write_text("0\n")
+    assert main([CONVERTER, "dcp_to_hf", "--load_dir", str(tmp_path / "dcp"), "--save_dir", str(tmp_path / "out")]) == 1
+    assert "54 missing: model.visual.blocks.0.attn.proj.bias" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_another_conversion_left_unfinished_is_not_published(kit, tmp_path):
+    hf = kit.write_hf(tmp_path / "hf")
+    tree = tmp_path / "out.partial" / "tree"
+    (tree / "release").mkdir(parents=True)
+    (tree / "release" / "old.pt").write_text("old")
+    journal = [{"plan": "another"}, {"file": "release/old.pt", "size": 3, "digest": "0"}]
+    (tmp_path / "out.partial" / "journal").write_text("".join(json.dumps(line) + "\n" for line in journal))
+    assert main([CONVERTER, "hf_to_dcp", "--hf_dir", str(hf), "--dcp_dir", str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_identity_of_a_checkpoint_follows_its_files(kit, tmp_path):
+    """So that a killed export goes on only where nothing has changed."""
+    assert main([CONVERTER, "hf_to_dcp", "--hf_dir", str(kit.write_hf(tmp_path / "hf")), "--dcp_dir", str(tmp_path / "dcp")]) == 0
+    first = DCPReader(tmp_path / "dcp").identity
+    assert DCPReader(tmp_path / "dcp").identity == first
+    os.utime(tmp_path / "dcp" / "iter_0000000" / "__0_0.distcp", (1, 1))
+    assert DCPReader(tmp_path / "dcp").identity != first
+
+
+def test_ctrl_c_in_the_middle_of_a_tensor_is_an_interruption(kit, tmp_path):
+    def interrupt(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    options = HFToDCP(hf_dir=str(kit.write_hf(tmp_path / "hf")), dcp_dir=str(tmp_path / "dcp"))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_hf_to_dcp(options).write(WriteSettings(progress=interrupt))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
 def test_no_checkpoint_and_another_family_are_refused(kit, tmp_path, capsys):

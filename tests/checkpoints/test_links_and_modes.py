@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.errors import CheckpointError
@@ -104,8 +105,6 @@ def test_quantised_weights_are_refused_by_name(hf, kit):
 
 
 def test_scales_without_a_word_in_the_config_are_refused_too(hf, kit):
-    import torch
-
     def quantise(tensors):
         name = "model.layers.0.mlp.down_proj.weight"
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -116,9 +115,30 @@ def test_scales_without_a_word_in_the_config_are_refused_too(hf, kit):
         HFDirectory(hf)
 
 
-def test_plain_fp8_tensors_are_moved_as_they_are(kit, tmp_path):
-    import torch
+@pytest.mark.parametrize("section", [None, "text_config"])
+@pytest.mark.parametrize("block", [True, False])
+def test_fp8_weights_whose_config_says_so_are_refused(block, section, hf):
+    """Block-scaled e4m3 as DeepSeek and Qwen publish it, and one scale per tensor."""
+    config = json.loads((hf / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | ({"weight_block_size": [128, 128]} if block else {})
+    (config if section is None else config[section])["quantization_config"] = quantisation
+    (hf / "config.json").write_text(json.dumps(config))
+    what = "fp8, blocks of 128 x 128" if block else "fp8"
+    with pytest.raises(CheckpointError, match=rf"hf: the weights are quantised \({what}\), which is not read; give the directory"):
+        HFDirectory(hf)
 
+
+SCALES = ["weight_scale_inv", "weight_scale", "input_scale", "weight_scale_2", "scales", "qweight", "g_idx", "SCB", "weight.absmax"]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_scales_of_every_kind_are_known(scale, hf, kit):
+    kit.edit(hf, lambda tensors: tensors.update({f"model.layers.0.mlp.down_proj.{scale}": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=rf"the weights are quantised \(1 tensors such as model.layers.0.mlp.down_proj.{scale}\)"):
+        HFDirectory(hf)
+
+
+def test_plain_fp8_tensors_are_moved_as_they_are(kit, tmp_path):
     hf = kit.write_hf(tmp_path / "hf", dtype=torch.float8_e4m3fn)
     kit.to_mm(hf, tmp_path / "mm", tp_size=2)
     kit.to_hf(tmp_path / "mm", hf, tmp_path / "back")

@@ -35,6 +35,25 @@ def test_printed_config_is_read_back(golden, kit, tmp_path, capsys):
     assert kit.files(tmp_path / "mm" / "release")[0::2] == [f"mp_rank_0{tp}_00{pp}" for tp in (0, 1) for pp in (0, 1)]
 
 
+def test_printed_configs_of_the_commands_with_optional_parts_are_read_back(kit, pair, tmp_path, capsys):
+    """What is not given is printed as null, and means the same as before when it is read."""
+    base, adapter = pair
+    kit.to_mm(base, tmp_path / "mm", tp_size=2, llm_pp_layers=[1, 3])
+    (tmp_path / "mm" / "tangram_manifest.json").unlink()
+    lora = ["--cfg.hf_config.hf_dir", str(adapter), "--cfg.mm_dir", str(tmp_path / "lora_mm")]
+    assert main([CONVERTER, "lora_hf_to_mm", *lora]) == 0
+    words = {
+        "lora_mm_to_hf": ["--cfg.mm_dir", str(tmp_path / "lora_mm"), "--cfg.save_hf_dir", str(tmp_path / "back")],
+        "verify": ["--cfg.source_dir", str(base), "--cfg.target_dir", str(tmp_path / "mm")],
+        "inspect": ["--cfg.dir", str(tmp_path / "mm")],
+    }
+    for command, options in words.items():
+        capsys.readouterr()
+        assert main([CONVERTER, command, *options, "--print_config"]) == 0
+        (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+        assert main([CONVERTER, command, "--config", str(tmp_path / "printed.yaml")]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_prints_a_config_of_all_its_options(command, capsys):
     assert main([CONVERTER, command, "--print_config"]) == 0
@@ -62,6 +81,9 @@ SYNTAX = {
     "stray word": ([CONVERTER, "hf_to_mm", *HF, "8"], "unexpected word 8"),
     "remote code": ([CONVERTER, "hf_to_mm", *HF, "--cfg.trust_remote_code", "true"], "--cfg.trust_remote_code: ", "got True"),
     "size without a number": ([CONVERTER, "mm_to_hf", *HF, "--cfg.save_hf_dir", "x", "--max-shard-size", "GB"], "--max-shard-size: ", "'GB'"),
+    "size of nothing": ([CONVERTER, "mm_to_hf", *HF, "--cfg.save_hf_dir", "x", "--max-shard-size", "0GB"], "'0GB' is less than one byte"),
+    "size without end": ([CONVERTER, "mm_to_hf", *HF, "--cfg.save_hf_dir", "x", "--max-shard-size", "9" * 400], "--max-shard-size: "),
+    "workers of one file": ([CONVERTER, "hf_to_dcp", "--hf_dir", "{hf}", "--dcp_dir", "{tmp}/x", "--workers", "3"], "unknown option --workers"),
     "unknown type": ([CONVERTER, "hf_to_mm", *HF, "--dtype", "bfloat"], "--dtype: ", "'bfloat'"),
     "two language models": (
         [CONVERTER, "hf_to_mm", *HF, "--cfg.llm_hf_config.hf_dir", "a", "--cfg.common_model_config.llm_hf_dir", "b"],

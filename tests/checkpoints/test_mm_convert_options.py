@@ -124,6 +124,29 @@ def test_a_language_model_of_other_sizes_is_refused_with_both_numbers(kit, tmp_p
     assert not (tmp_path / "mm").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is gelu there but silu"),
+        ({"head_dim": 16}, "head_dim is 16 there but 4"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling is yarn there but default"),
+        ({"use_sliding_window": True}, "use_sliding_window is True there but False"),
+        ({"rope_theta": None, "rope_scaling": None, "rope_parameters": None}, "rope_theta is 10000.0 there but 1000000.0"),
+    ],
+)
+def test_a_language_model_that_computes_otherwise_is_refused(changes, message, kit, tmp_path, capsys):
+    """What its config leaves out is as transformers' Qwen2Config has it: rope_theta 10000."""
+    hf = kit.write_hf(tmp_path / "hf")
+    text_model(kit, tmp_path / "llm", hf, **changes)
+    assert to_mm(hf, tmp_path / "mm", "--cfg.llm_hf_config.hf_dir", tmp_path / "llm") == 1
+    assert message in capsys.readouterr().err and not (tmp_path / "mm").exists()
+
+
+def test_experts_that_the_model_has_not_are_not_split(kit, tmp_path, capsys):
+    assert to_mm(kit.write_hf(tmp_path / "hf"), tmp_path / "mm", "--cfg.parallel_config.ep_size", "2") == 1
+    assert "ep_size 2: the model has no experts; leave the option out" in capsys.readouterr().err
+
+
 def test_a_language_model_that_lacks_a_tensor_is_refused(kit, tmp_path, capsys):
     hf = kit.write_hf(tmp_path / "hf")
     text_model(kit, tmp_path / "llm", hf)

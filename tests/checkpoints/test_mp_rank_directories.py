@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.inspect import inspect
 from tangram.checkpoints.mp_rank import MMDirectory, load_mm
+from tangram.checkpoints.rank_file import load_rank_file
 from tangram.errors import CheckpointError, PlacementError, TangramError
 from tangram.placement.blocks import place
 from tangram.placement.topology import Topology
@@ -113,6 +115,59 @@ def test_the_manifest_says_what_was_converted(made):
     assert (manifest["tied"], manifest["vocab_size"], manifest["padded_vocab"], manifest["dtypes"]) == (False, 320, 320, {"bfloat16": 105})
     assert manifest["hf_config"] == json.loads((hf / "config.json").read_text())
     assert manifest["source"].startswith("sha256:") and len(manifest["source"]) == 71
+
+
+STATES = {
+    "a list as model": ({"model": [1]}, r"'model' is a list instead of a mapping from names to tensors"),
+    "nothing as model": ({"model": None}, r"'model' is a NoneType instead of a mapping from names to tensors"),
+    "numbers as keys": ({1: 2}, r"1 is a int instead of a mapping from names to tensors"),
+    "numbers as names": ({"model": {1: torch.ones(1)}}, r"'model' is a dict instead of a mapping from names to tensors"),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_files_that_hold_something_else_are_refused(state, pair):
+    hf, mm = pair
+    held, message = STATES[state]
+    file = mm / "release" / "mp_rank_00_000" / "model_optim_rng.pt"
+    torch.save(held, file)
+    with pytest.raises(CheckpointError, match=rf"{file}: {message}; convert again"):
+        load(hf, mm, split(**SAME))
+    assert any("convert again" in problem for problem in inspect(mm).problems)
+
+
+@pytest.mark.parametrize("value", [5, torch.eye(32).to_sparse()])
+def test_a_value_that_is_no_plain_tensor_is_refused(value, pair):
+    hf, mm = pair
+    name = "text_decoder.decoder.layers.0.self_attention.linear_proj.weight"
+    change(mm / "release" / "mp_rank_00_000" / "model_optim_rng.pt", lambda state: state["model"].update({name: value}))
+    with pytest.raises(CheckpointError, match=rf"{name} is .* instead of a plain tensor; convert again"):
+        load(hf, mm, split(**SAME))
+
+
+def test_a_damaged_pickle_fails_in_one_way_alone(pair):
+    """Bits of the pickled names and shapes, which lie at the front, turned one at a time."""
+    _, mm = pair
+    file = mm / "release" / "mp_rank_00_000" / "model_optim_rng.pt"
+    whole, refused = file.read_bytes(), 0
+    for position in range(64, 1600, 12):
+        content = bytearray(whole)
+        content[position] ^= 1 << position % 7
+        file.write_bytes(content)
+        try:
+            load_rank_file(file)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize("word", [b"\xff\xfe", "²".encode(), b"9" * 5000, b""])
+def test_a_damaged_tracker_is_refused(word, pair):
+    _, mm = pair
+    (mm / "latest_checkpointed_iteration.txt").write_bytes(word)
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt: '.*' is neither 'release' nor an iteration number"):
+        MMDirectory(mm)
 
 
 @pytest.mark.parametrize("key", ["hf_config", "llm_pp_layers"])

@@ -16,7 +16,7 @@ from tangram.families.base import get_family
 from tangram.families.qwen2_5_vl.positions import rope_index as rope_index_2_5
 from tangram.families.qwen2_vl.positions import rope_index as rope_index_2
 from tangram.families.qwen3_vl.positions import rope_index as rope_index_3
-from tests.families.published import CONFIGS
+from tests.families.sizes import QWEN3_VL
 
 IMG, VIDEO, START, END = 151655, 151656, 151652, 151653
 CLASSES = {
@@ -26,7 +26,7 @@ CLASSES = {
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeModel"),
 }
 
-PUBLISHED = {"qwen3_vl": CONFIGS["8b"], "qwen3_vl_moe": CONFIGS["30b"]}
+PUBLISHED = {"qwen3_vl": QWEN3_VL["8b"], "qwen3_vl_moe": QWEN3_VL["30b"]}
 
 
 def config(family: str) -> ModelConfig:

@@ -14,14 +14,14 @@ from tangram.config.public_keys import RunFacts
 from tangram.config.sources import parse_model
 from tangram.errors import ConfigError
 from tangram.families import get_family
-from tests.families.published import CONFIGS
+from tests.families.sizes import QWEN3_VL
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3vl"
 
 
 def read(size: str = "30b", change: Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Any] = lambda hf, text, vision: None) -> Any:
     """The model of a published config.json after a change to (all of it, its text section, its vision section)."""
-    hf = copy.deepcopy(CONFIGS[size])
+    hf = copy.deepcopy(QWEN3_VL[size])
     change(hf, hf["text_config"], hf["vision_config"])
     return get_family(hf["model_type"]).from_hf_config(hf)
 

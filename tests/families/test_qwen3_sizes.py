@@ -17,8 +17,7 @@ from tangram.placement.blocks import canonical_shapes, place
 from tangram.placement.proof import prove_table
 from tangram.placement.table import Rule, padded_vocabulary
 from tangram.placement.topology import Topology
-from tests.families.published import CONFIGS, PARAMETERS
-from tests.families.sizes import Size
+from tests.families.sizes import QWEN3_VL, QWEN3_VL_PARAMETERS, Size
 from tests.families.test_sizes import shapes_by_transformers
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3vl"
@@ -42,7 +41,7 @@ LISTS: dict[str, list[Lists]] = {
 
 def split(size: str, lists: Lists, tensor: int = 1, expert: int = 1) -> tuple[list[Rule], Topology]:
     """Table and topology of a published model."""
-    hf = CONFIGS[size]
+    hf = QWEN3_VL[size]
     family = get_family(hf["model_type"])
     model = family.from_hf_config(hf)
     topology = Topology.build(
@@ -60,7 +59,7 @@ def splits() -> list[Any]:
     """Dense models: every TP at every list. 30B: every TP and EP at its example's list, EP 8 at the others. 235B: the ends of the range."""
     cases = []
     for size, all_lists in LISTS.items():
-        if "moe" not in CONFIGS[size]["model_type"]:
+        if "moe" not in QWEN3_VL[size]["model_type"]:
             cases += [(size, lists, tensor, 1) for lists, tensor in product(all_lists, (1, 2, 4, 8))]
         elif size == "30b":
             cases += [(size, all_lists[1], tensor, expert) for tensor, expert in product((1, 2, 4), (1, 2, 4, 8))]
@@ -76,10 +75,10 @@ def test_every_element_has_a_place(size: str, lists: Lists, tensor: int, expert:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("size", CONFIGS)
+@pytest.mark.parametrize("size", QWEN3_VL)
 def test_canonical_tensors_are_those_of_transformers(size: str) -> None:
     """transformers 5.x holds stacked experts transposed, 4.57 as the hub's files do."""
-    hf = CONFIGS[size]
+    hf = QWEN3_VL[size]
     shapes = canonical_shapes(*split(size, LISTS[size][0]))
     held = shapes_by_transformers(Size(hf["model_type"], hf, ()))
     assert set(held) == set(shapes)
@@ -87,9 +86,9 @@ def test_canonical_tensors_are_those_of_transformers(size: str) -> None:
     assert all(held[name] == shape for name, shape in shapes.items() if "experts" not in name)
 
 
-@pytest.mark.parametrize("size", PARAMETERS)
+@pytest.mark.parametrize("size", QWEN3_VL_PARAMETERS)
 def test_tables_hold_the_parameters_that_the_hub_counts(size: str) -> None:
-    assert sum(map(prod, canonical_shapes(*split(size, LISTS[size][0])).values())) == PARAMETERS[size]
+    assert sum(map(prod, canonical_shapes(*split(size, LISTS[size][0])).values())) == QWEN3_VL_PARAMETERS[size]
 
 
 @pytest.mark.parametrize(
@@ -128,5 +127,5 @@ def test_local_shapes_of_30b() -> None:
 def test_examples_describe_the_published_models(size: str) -> None:
     model = read_model(EXAMPLES / f"model_{size}.json")
     assert model.image_encoder is not None
-    assert differences(model, get_family(CONFIGS[size]["model_type"]).from_hf_config(CONFIGS[size])) == []
+    assert differences(model, get_family(QWEN3_VL[size]["model_type"]).from_hf_config(QWEN3_VL[size])) == []
     assert (model.image_encoder.vision_encoder.pipeline_num_layers, model.text_decoder.pipeline_num_layers) == LISTS[size][1]

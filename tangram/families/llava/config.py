@@ -85,13 +85,13 @@ class LlavaConfig(ModelConfig):
     image_encoder: LlavaImageEncoderConfig | None = None
 
 
-def _filled(section: Any, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _filled(hf: HFConfig, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section of config.json over the defaults of its class in transformers.
 
     Raises:
-        ConfigError: the section is of another class.
+        ConfigError: the section is no mapping, or of another class.
     """
-    given = {key: value for key, value in (section or {}).items() if value is not None}
+    given = {key: value for key, value in Reader.section(hf, name).items() if value is not None}
     filled = {**defaults, **given}
     kind, supported = filled["model_type"], defaults["model_type"]
     if kind != supported:
@@ -111,9 +111,8 @@ def from_hf_config(hf: HFConfig) -> LlavaConfig:
     Raises:
         ConfigError: a key is missing or its value cannot be represented.
     """
-    tower = hf.get("vision_config")
-    vision = _filled(tower, TOWER_DEFAULTS if tower is None else CLIP_DEFAULTS, "vision_config")
-    text = _filled(hf.get("text_config"), LLAMA_DEFAULTS, "text_config")
+    vision = _filled(hf, TOWER_DEFAULTS if hf.get("vision_config") is None else CLIP_DEFAULTS, "vision_config")
+    text = _filled(hf, LLAMA_DEFAULTS, "text_config")
     _refuse(text, "text_config.", {"attention_bias": False, "mlp_bias": False})
     _refuse(hf, "", {"vision_feature_select_strategy": "default"})
     read = Reader({**hf, "vision_config": vision, "text_config": text})

@@ -23,8 +23,8 @@ class Reader:
     def __init__(self, hf: HFConfig) -> None:
         self.hf = hf
         flat = {k: v for k, v in hf.items() if not isinstance(v, Mapping) or k in ("rope_scaling", "rope_parameters")}
-        self.text = {**flat, **hf.get("text_config", {})}
-        self.vision = self.get(hf, "vision_config")
+        self.text = {**flat, **self.section(hf, "text_config")}
+        self.vision = self.section({"vision_config": self.get(hf, "vision_config")}, "vision_config")
 
     @staticmethod
     def get(section: HFConfig, key: str, *others: str) -> Any:
@@ -33,10 +33,25 @@ class Reader:
                 return section[name]
         raise ConfigError(f"config.json: key {key!r} is missing")
 
+    @staticmethod
+    def section(section: HFConfig, *keys: str) -> HFConfig:
+        """The mapping under the first of ``keys`` that holds something; empty where none does.
+
+        Raises:
+            ConfigError: it holds no mapping.
+        """
+        for key in keys:
+            value = section.get(key)
+            if value:
+                if not isinstance(value, Mapping):
+                    raise ConfigError(f"config.json: {key} is {value!r}; it must be a mapping")
+                return value
+        return {}
+
     @property
     def rope(self) -> Mapping[str, Any]:
         """``rope_parameters`` of 5.x, or ``rope_scaling`` of 4.x with ``rope_theta`` beside it."""
-        rope = dict(self.text.get("rope_parameters") or self.text.get("rope_scaling") or {})
+        rope = dict(self.section(self.text, "rope_parameters", "rope_scaling"))
         rope.setdefault("rope_theta", self.text.get("rope_theta"))
         if rope["rope_theta"] is None:
             raise ConfigError("config.json: key 'rope_theta' is missing")
@@ -51,8 +66,8 @@ class Reader:
         return bool(self.hf.get("tie_word_embeddings", self.text.get("tie_word_embeddings", False)))
 
     @property
-    def init_std(self) -> float:
-        return float(self.text.get("initializer_range", 0.02))
+    def init_std(self) -> Any:
+        return self.text.get("initializer_range", 0.02)
 
 
 def text_decoder(read: Reader, model_id: str) -> TextDecoderConfig:
@@ -90,14 +105,27 @@ def decoder_section(read: Reader, section: type[Text], **further: Any) -> Text:
 
 
 def projector(read: Reader, vision: VisionEncoderConfig, text: TextDecoderConfig) -> VisionProjectorConfig:
-    return VisionProjectorConfig(
-        model_id="lnmlp",
-        input_size=vision.hidden_size,
-        ffn_hidden_size=vision.hidden_size * vision.spatial_merge_size**2,
-        hidden_size=text.hidden_size,
-        normalization=vision.normalization,
-        layernorm_epsilon=1e-6,
-        init_method_std=read.init_std,
+    """The merger between the two.
+
+    Raises:
+        ConfigError: the vision encoder is said to give another width than the text decoder has.
+    """
+    key = "hidden_size" if "embed_dim" in read.vision else "out_hidden_size"
+    width = read.vision.get(key, text.hidden_size)
+    if width != text.hidden_size:
+        raise ConfigError(f"config.json: {key} {width!r} of vision_config must be the text decoder's hidden_size {text.hidden_size}")
+    return parse_section(
+        VisionProjectorConfig,
+        {
+            "model_id": "lnmlp",
+            "input_size": vision.hidden_size,
+            "ffn_hidden_size": vision.hidden_size * vision.spatial_merge_size**2,
+            "hidden_size": text.hidden_size,
+            "normalization": vision.normalization,
+            "layernorm_epsilon": 1e-6,
+            "init_method_std": read.init_std,
+        },
+        "config.json, projector",
     )
 
 
@@ -126,14 +154,16 @@ def from_hf_config(hf: HFConfig) -> ModelConfig:
         ConfigError: a key is missing or its value cannot be represented.
     """
     read = Reader(hf)
-    width = read.get(read.vision, "embed_dim")
+    width, ratio = read.get(read.vision, "embed_dim"), read.get(read.vision, "mlp_ratio")
+    if not all(isinstance(number, (int, float)) for number in (width, ratio)):
+        raise ConfigError(f"config.json, vision_config: embed_dim {width!r} and mlp_ratio {ratio!r} must be numbers")
     vision = parse_section(
         VisionEncoderConfig,
         {
             "model_id": "qwen2vit",
             "num_layers": read.get(read.vision, "depth"),
             "hidden_size": width,
-            "ffn_hidden_size": int(width * read.get(read.vision, "mlp_ratio")),
+            "ffn_hidden_size": int(width * ratio),
             "num_attention_heads": read.get(read.vision, "num_heads"),
             "in_channels": read.get(read.vision, "in_channels", "in_chans"),
             "patch_size": read.get(read.vision, "patch_size"),

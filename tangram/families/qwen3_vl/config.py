@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
@@ -78,13 +77,13 @@ def qwen3_keys(read: Reader) -> dict[str, Any]:
     return {"kv_channels": read.get(read.text, "head_dim"), "qk_layernorm": True, "mrope_interleaved": True}
 
 
-def vision_rope_theta(vision: HFConfig) -> float:
+def vision_rope_theta(vision: HFConfig) -> Any:
     """Base of the 2-D rotary positions; only files of transformers 5.x name it."""
-    rope: Mapping[str, Any] = vision.get("rope_parameters") or {}
+    rope = Reader.section(vision, "rope_parameters")
     kind = rope.get("rope_type", "axial")
     if kind != "axial":
         raise ConfigError(f"config.json, vision_config: rope type {kind!r} is not supported; supported: axial")
-    return float(rope.get("rope_theta", 10000.0))
+    return rope.get("rope_theta", 10000.0)
 
 
 def vision_encoder(read: Reader) -> Qwen3VisionEncoderConfig:
