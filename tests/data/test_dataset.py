@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count, takewhile
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from PIL import Image
 
 from tangram.config.data import BasicParameters, DatasetAttr
 from tangram.config.parsing import parse_section
-from tangram.data.conversation import Message
+from tangram.data.conversation import Conversation, Message
 from tangram.data.dataset import ConversationDataset
 from tangram.data.images import ImageProcessor
 from tangram.errors import ConfigError, DataError
@@ -212,6 +215,23 @@ def test_interleaved_samples_keep_their_file_and_get_ids_of_their_own(numbered: 
     assert asked[:100].count("x0") + asked[:100].count("x1") + asked[:100].count("x2") == 50
     place = asked.index("y4")
     assert data[place].where.endswith("y.json, record 4")
+
+
+def test_a_worker_process_reads_what_this_one_reads(numbered: Numbered, tmp_path: Path, record: Record) -> None:
+    """Also one that was started afresh, and gets the dataset by pickle after some of it has been read."""
+    pq.write_table(pa.table({"messages": [record(f"p{i}", "a")["messages"] for i in range(7)]}), tmp_path / "p.parquet", row_group_size=2)
+    names = ["p.parquet", numbered("x.json", 9)]
+    ways: list[dict[str, Any]] = [{"mix_strategy": "interleave_over"}, {"streaming": True}, {"val_rate": 0.3}]
+    datasets = [configured(tmp_path, dataset=names, **keys) for keys in ways]
+    assert [data[4].id for data in datasets] == [4, 4, 4]
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh, ProcessPoolExecutor(1, get_context("fork")) as forked:
+        answers = [list(pool.map(read_all, datasets)) for pool in (fresh, forked)]
+    assert answers[0] == answers[1] == [read_all(data) for data in datasets]
+    assert [len(samples) for samples in answers[0]][1:] == [16, 11]
+
+
+def read_all(data: ConversationDataset) -> list[Conversation]:
+    return [data[index] for index in takewhile(data.has, count())]
 
 
 def test_val_dataset_is_read_in_its_own_order(numbered: Numbered, tmp_path: Path) -> None:

@@ -126,20 +126,20 @@ class RecordReader:
                     raise DataError(f"{place}: holds both tool_calls and a text, {short(content)}, which would be lost; keep one")
                 return with_reasoning(message, calls_text(calls, place), place), True
             return with_reasoning(message, content_text(content, self.media_dir, place, inline), place), False
+        if calls not in (None, []):
+            raise DataError(f"{place}: 'tool_calls' are read with attr.formatting 'openai' alone")
         if not isinstance(content, str):
             hint = "; contents that are lists of parts need attr.formatting 'openai'" if isinstance(content, list) else ""
             raise DataError(f"{place}: needs the strings {names.role_tag!r} and {names.content_tag!r}, got {short(message)}{hint}")
-        if calls not in (None, []):
-            raise DataError(f"{place}: 'tool_calls' are read with attr.formatting 'openai' alone")
         return content, False
 
-    def _role(self, names: Names, word: str, calls: bool, place_in_turn: int, place: str) -> Role:
+    def _role(self, names: Names, word: str, calls: bool, position: int, place: str) -> Role:
         known = [names.user_tag, names.assistant_tag]
-        role, expected = self._roles.get(word), known[place_in_turn % 2]
+        role, expected = self._roles.get(word), known[position % 2]
         if role is None and word != self.attr.system_tag:
             every = [*known, *(tag for tag in (*self._roles, self.attr.system_tag) if tag is not None and tag not in known)]
             raise DataError(f"{place}: role {word!r} is none of {some(every)}{suggest(word, every)}; attr names the roles")
-        if role is None or role not in (ASKING, ANSWERING)[place_in_turn % 2]:
+        if role is None or role not in (ASKING, ANSWERING)[position % 2]:
             raise DataError(f"{place}: role {word!r} where {expected!r} must stand; {known[0]!r} and {known[1]!r} take turns")
         if calls and role != "assistant":
             raise DataError(f"{place}: role {word!r} calls tools; only {names.assistant_tag!r} may")
