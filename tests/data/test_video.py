@@ -446,6 +446,17 @@ class TestFaults:
         assert len(patched) == 250 and not np.array_equal(good[97], patched[97])
         self.fails(make, path, "frame 97 is damaged, in data, record 7; replace the file", header=False)
 
+    def test_a_damaged_frame_of_hevc_ends_it(self, make: Make, tmp_path: Path) -> None:
+        """By default FFmpeg leaves the frame out, decodes those after it from what is left and marks none of them."""
+        whole = write_video(tmp_path / "whole.mp4", codec="libx265", frames=30, size=(128, 96), **{"x265-params": "log-level=none"})
+        with av.open(whole) as container:
+            place, size = next((packet.pos, packet.size) for number, packet in enumerate(container.demux(video=0)) if number == 12)
+        data = bytearray(Path(whole).read_bytes())
+        data[place + size // 2 : place + size] = bytes(size - size // 2)
+        path = tmp_path / "damaged.mp4"
+        path.write_bytes(data)
+        self.fails(make, path, r"cannot decode this video \(Invalid data found when processing input\)", header=False)
+
     def test_a_coding_without_a_decoder(self, make: Make, tmp_path: Path) -> None:
         path = Path(write_video(tmp_path / "v.avi", codec="mpeg4", frames=4))
         path.write_bytes(path.read_bytes().replace(b"FMP4", b"ZZZZ"))
