@@ -62,6 +62,7 @@ class Packet(NamedTuple):
     """The data of one frame; times in ticks of the stream's time base."""
 
     pts: int | None
+    dts: int | None
     duration: int
     is_key: bool
 
@@ -148,14 +149,15 @@ class VideoFile:
         Raises:
             _Inexact, av.FFmpegError: it cannot be done so.
         """
-        keys = sorted(packet.pts for packet in self._packets if packet.is_key and packet.pts is not None)
+        keys = sorted((packet.pts, packet.dts) for packet in self._packets if packet.is_key and packet.pts is not None)
         with self._opened() as (container, stream):
             frames = container.decode(stream)
             last = None
             for pts in wanted:
-                place = bisect_right(keys, pts) - 1
-                if place > 0 and (last is None or keys[place] > last):
-                    container.seek(keys[place], stream=stream)
+                place = bisect_right(keys, pts, key=lambda key: key[0]) - 1
+                if place > 0 and (last is None or keys[place][0] > last):
+                    shown, read = keys[place]
+                    container.seek(shown if read is None else read, stream=stream)
                     frames = container.decode(stream)
                 yield _next_at(pts, frames)
                 last = pts
@@ -201,7 +203,7 @@ class VideoFile:
                         raise self._error(f"the data of frame {number} are damaged or cut off", "replace the file")
                     count += 1
                     if not packet.is_discard and not (hides and not bytes(packet)[0] & VP8_SHOWN):
-                        shown.append(Packet(packet.pts, packet.duration or 0, packet.is_keyframe))
+                        shown.append(Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe))
             except av.FFmpegError as error:
                 raise self._error(f"cannot read this video ({error.strerror})", "replace the file") from None
             self._check_end(container, stream, count, end)

@@ -249,9 +249,10 @@ class TestFiles:
             assert len(pictures) == len(indexes)
             assert all(np.array_equal(picture, frames[index]) for picture, index in zip(pictures, indexes, strict=True)), indexes
 
-    def test_few_frames_of_many_are_found_without_decoding_the_rest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With a key frame every ten, two frames of 200 cost at most twenty."""
-        path = write_video(tmp_path / "v.mp4", frames=200, g="10", bf="0")
+    @pytest.mark.parametrize("kind", ["mp4", "mkv", "ts"])
+    def test_few_frames_of_many_are_found_without_decoding_the_rest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        """With a key frame every ten, two frames of 200 cost at most twenty, and a few that a decoder reads ahead."""
+        path = write_video(tmp_path / f"v.{kind}", frames=200, g="10")
         decoded = 0
 
         class Counting:
@@ -276,7 +277,7 @@ class TestFiles:
 
         monkeypatch.setattr(VideoFile, "_opened", counted)
         assert len(list(VideoFile(path).pictures([105, 198]))) == 2
-        assert 0 < decoded <= 20
+        assert 0 < decoded <= 25
 
     def test_no_frame_is_decoded_for_the_grid(self, make: Make, tmp_path: Path) -> None:
         data = bytearray(Path(clip("bikes.mp4")).read_bytes())
