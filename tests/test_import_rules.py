@@ -22,7 +22,7 @@ print([m for m in sys.argv[2].split(",") if m in sys.modules])
     ("rooms", "forbidden"),
     [
         ("tangram.cli,tangram.config,tangram.placement,tangram.families", "torch,transformers,megatron"),
-        ("tangram.data", "transformers,megatron"),
+        ("tangram.data", "torch,numpy,transformers,megatron,PIL,av,pyarrow,jinja2"),
     ],
 )
 def test_importing_a_room_imports_nothing_heavy(rooms: str, forbidden: str) -> None:

@@ -156,8 +156,8 @@ class VideoFile:
             for pts in wanted:
                 place = bisect_right(keys, pts, key=lambda key: key[0]) - 1
                 if place > 0 and (last is None or keys[place][0] > last):
-                    _, dts = keys[place]
-                    container.seek(pts if dts is None else dts, stream=stream)
+                    shown, read = keys[place]
+                    container.seek(shown if read is None else read, stream=stream)
                     frames = container.decode(stream)
                 yield _next_at(pts, frames)
                 last = pts
