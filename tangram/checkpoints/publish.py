@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from tangram.errors import CheckpointError
 
@@ -114,6 +115,32 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def new_file(final: Path, *, replace: bool = False) -> Iterator[BinaryIO]:
+    """Yield a file, open for writing, that becomes ``final`` if the block ends well, and is removed if it raises.
+
+    Raises:
+        CheckpointError: ``final`` exists and ``replace`` is off; nothing is written then.
+    """
+    if not replace:
+        require_new(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(final)
+    temporary = temporary_name(final)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if not replace:
+            require_new(final)
+        temporary.rename(final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(final.parent)
 
 
 def write_text(path: Path, text: str) -> None:
