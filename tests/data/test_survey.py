@@ -21,49 +21,6 @@ from tangram.data.walk import CHUNK, Died, walk
 Record = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="session")
-def model_dir(hf_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizer, image processor and a config.json of Qwen2.5-VL with few layers."""
-    folder = tmp_path_factory.mktemp("model")
-    for name in ("tokenizer.json", "preprocessor_config.json"):
-        (folder / name).symlink_to((hf_dir / name).resolve())
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "in_chans": 3,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-        "tokens_per_second": 2,
-        "hidden_act": "silu",
-    }
-    config = {
-        "model_type": "qwen2_5_vl",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "tie_word_embeddings": True,
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_config": vision,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture
 def bad_dataset(tmp_path: Path, record: Record, write_json: Callable[..., str], photo: Callable[[str], str]) -> str:
     """Good samples and one of every fault; the sample's number is in the comment."""
@@ -179,7 +136,7 @@ def test_a_killed_process_costs_its_sample_alone() -> None:
     results = dict(walk(examine, length, workers=2))
     died = {index: str(result) for index, result in results.items() if isinstance(result, Died)}
     assert died == {
-        **{index: "the process that read it was ended by SIGKILL" for index in (5, CHUNK + 1, 3 * CHUNK)},
+        **dict.fromkeys((5, CHUNK + 1, 3 * CHUNK), "the process that read it was ended by SIGKILL"),
         70: "the process that read it ended with status 3",
     }
     assert {index: result for index, result in results.items() if index not in died} == {n: n * n for n in range(length) if n not in died}
