@@ -16,10 +16,23 @@ from pathlib import Path
 from typing import Any
 
 RECORDS, IMAGES, BYTES = 157_712, 118_287, 204_000_000
-KINDS = ((5, 110), (1, 470), (1, 730))
+KINDS = ((5, 124), (1, 530), (1, 824))
 """Question-answer pairs and characters of an answer: conversation, detailed description, reasoning; dealt out as in the real set."""
 SHARES = (58, 23, 77)
-WORDS = "the a man woman street table sitting standing holding red blue near with and of in on image scene which appears two people bus cat".split()
+PROSE = "the a man woman street table sitting standing holding red blue near with and of in on image scene which appears two people bus cat"
+
+TURN = """      {
+        "from": "%s",
+        "value": "%s"
+      }"""
+RECORD = """{
+    "id": "%s",
+    "image": "%s",
+    "conversations": [
+%s
+    ]
+  }"""
+"""As ``json.dump(..., indent=2)`` writes them."""
 
 
 def write_input(folder: Path, scale: float = 1.0) -> dict[str, int]:
@@ -31,7 +44,7 @@ def write_input(folder: Path, scale: float = 1.0) -> dict[str, int]:
     names = [f"{number * 5 + 9:012d}.jpg" for number in range(images)]
     for name in names:
         os.close(os.open(train / name, os.O_CREAT | os.O_WRONLY))
-    prose = " ".join(chance.choices(WORDS, k=200_000))
+    prose = " ".join(chance.choices(PROSE.split(), k=200_000))
 
     def text(length: int) -> str:
         start = chance.randrange(len(prose) - 2000)
@@ -41,13 +54,12 @@ def write_input(folder: Path, scale: float = 1.0) -> dict[str, int]:
     with (folder / "llava.json").open("w", encoding="utf-8") as file:
         file.write("[\n  ")
         for number, (pairs, length) in enumerate(kinds):
-            turns: list[dict[str, str]] = []
-            for _ in range(pairs):
-                mark = "" if turns else "<image>\n"
-                turns += [{"from": "human", "value": mark + text(55) + "?"}, {"from": "gpt", "value": text(length) + "."}]
+            turns = []
+            for pair in range(pairs):
+                question, answer = ("" if pair else "<image>\\n") + text(55) + "?", text(length) + "."
+                turns += [TURN % ("human", question), TURN % ("gpt", answer)]
             name = names[number] if number < images else chance.choice(names)
-            record = {"id": name[:-4], "image": name, "conversations": turns}
-            file.write((",\n  " if number else "") + json.dumps(record, indent=2).replace("\n", "\n  "))
+            file.write((",\n  " if number else "") + RECORD % (name[:-4], name, ",\n".join(turns)))
         file.write("\n]")
     return {"records": records, "images": images, "json_bytes": (folder / "llava.json").stat().st_size}
 
@@ -80,24 +92,29 @@ def measure(folder: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Seconds of the whole process, flushed to the disk where the program does so itself, and its largest resident memory, both sides in turn."""
     coco, source, output = (folder / name for name in ("COCO", "llava.json", "out.json"))
     ours = ["-m", "tangram", "data", "llava-to-mllm", "--coco_path", coco, "--llava_json_path", source, "--output_json_path", output]
-    sides = {"ours": ours, "plain": ["-c", PLAIN, coco, source, output], "plain compact": ["-c", PLAIN.replace(", indent=4", ""), coco, source, output]}
+    sides = {
+        "ours": ours,
+        "plain": ["-c", PLAIN, coco, source, output],
+        "plain compact": ["-c", PLAIN.replace(", indent=4", ""), coco, source, output],
+    }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    values: dict[str, Any] = {}
+    expected: Any = None
     for number in range(rounds):
         for name, words in sides.items():
             source.read_bytes()
             os.sync()
             found[name].append(_run([sys.executable, *map(str, words)]))
             if number == 0:
-                values[name] = json.loads(output.read_bytes())
-                assert values[name] == values["ours"], f"{name} wrote something else"
+                value = json.loads(output.read_bytes())
+                assert expected in (None, value), f"{name} wrote something else"
+                expected = value
             output.unlink()
-        values.clear()
+        expected = None
     return found
 
 
 def _run(command: list[str]) -> dict[str, float]:
-    peak = {"anonymous": 0}
+    peak = {"anonymous": 0, "resident": 0}
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     watcher = threading.Thread(target=_watch, args=(process.pid, peak))
@@ -108,8 +125,8 @@ def _run(command: list[str]) -> dict[str, float]:
     watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command[:4])} ended with {process.returncode}")
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": seconds, "cpu_seconds": cpu, "resident_mib": usage.ru_maxrss / 1024, "anonymous_mib": peak["anonymous"] / 1024}
+    sizes = {f"{name}_mib": kib / 1024 for name, kib in peak.items()}
+    return {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime, **sizes}
 
 
 def _watch(pid: int, peak: dict[str, int]) -> None:
@@ -119,8 +136,8 @@ def _watch(pid: int, peak: dict[str, int]) -> None:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except OSError:
             return
-        sizes = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
+        sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "VmHWM"))}
         if not sizes:  # a zombie has no memory
             return
-        peak["anonymous"] = max(peak["anonymous"], sizes[0])
+        peak["anonymous"], peak["resident"] = max(peak["anonymous"], sizes["RssAnon"]), sizes["VmHWM"]
         time.sleep(0.02)

@@ -104,9 +104,9 @@ def _remarks(found: Survey, encoding: Encoding | None) -> list[str]:
         remarks.append(f"repeated: {len(pairs)} samples say what an earlier one says: {_some(pairs)}")
     tokens = found.tokens
     if tokens:
+        sizes = f"min {tokens.min}, median {tokens.median:g}, p95 {tokens.p95:g}, max {tokens.max}, total {tokens.total}"
         remarks.append(
-            f"tokens of {tokens.samples} samples: min {tokens.min}, median {tokens.median:g}, p95 {tokens.p95:g}, max {tokens.max}, total {tokens.total}; "
-            f"{100 * tokens.supervised_share:.1f} % supervised, {tokens.media} of images and videos"
+            f"tokens of {tokens.samples} samples: {sizes}; {100 * tokens.supervised_share:.1f} % supervised, {tokens.media} of images and videos"
         )
     elif encoding is None:
         remarks.append("format and media were checked alone; with --tokenizer HF or --config FILE tokens and truncation are checked too")

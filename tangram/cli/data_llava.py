@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     for name, metavar, default, meaning in paths:
         parser.add_argument(*spellings(name), type=Path, default=Path(default), metavar=metavar, help=f"{meaning} ({default})")
     parser.add_argument(*spellings("expect_images"), type=int, metavar="N", help="fail unless train2017 holds exactly N image files")
-    parser.add_argument(*spellings("skip_missing"), action="store_true", help="leave out records whose image is missing; OUT.skipped.jsonl lists them")
+    parser.add_argument(*spellings("skip_missing"), action="store_true", help="leave out records without their image; OUT.skipped.jsonl lists them")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT")
 
 

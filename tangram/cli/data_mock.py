@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in (*names, "save_dir", "tokenizer_path", "overwrite") if getattr(args, name) is not None}
     options = parse_section(MockOptions, given, "mock", names={name: f"--{name}" for name in names})
     mock = write_mock(options)
-    print(f"{mock.dataset}: {options.num_samples} samples, {options.num_pics} pictures each, {mock.pictures} different, {options.text_length} tokens of text")
+    pictures = f"{options.num_pics} pictures each, {mock.pictures} different"
+    print(f"{mock.dataset}: {options.num_samples} samples, {pictures}, {options.text_length} tokens of text")
     print(f"data.json: basic_parameters.dataset {mock.dataset}, basic_parameters.dataset_dir {options.save_dir}")
     return 0

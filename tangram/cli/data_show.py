@@ -61,7 +61,8 @@ def _show(console: Console, view: SampleView) -> None:
 
     console.print(f"sample {view.id}: {view.where}", markup=False, highlight=False)
     share = 100 * view.learnt / len(view.tokens)
-    console.print(f"{len(view.tokens)} tokens, {view.learnt} of them learnt ({share:.1f} %), {view.positions} positions", markup=False, highlight=False)
+    counts = f"{len(view.tokens)} tokens, {view.learnt} of them learnt ({share:.1f} %), {view.positions} positions"
+    console.print(counts, markup=False, highlight=False)
     if view.turns_dropped:
         console.print(f"{view.turns_dropped} turns are left out at the cutoff", markup=False, highlight=False)
     for number, medium in enumerate(view.media):

@@ -6,7 +6,6 @@ Everything is a function of the arguments and the seed: the same arguments give 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-WORDS = (
+EVERYDAY = (
     "the a red blue green small large old new round tall bright dark quiet open river house tree road table window garden picture street bridge "
     "boat horse bird cloud stone light water hand door book lamp chair field hill stands lies moves shows holds looks near under over behind "
     "before with and then again there slowly often always today"
-).split()
-"""Text is made of those that are one token each."""
+)
+"""Text is made of those of these words that are one token each."""
 LEAST_WORDS = 8
 DIFFERENT_PICTURES = 64
 """So many pictures are drawn, unless fewer are needed; samples take them in turn."""
@@ -91,8 +90,6 @@ def write_mock(options: MockOptions) -> Mock:
             for number in range(different):
                 picture = draw(options.pic_width, options.pic_height, options.seed, number)
                 picture.save(temporary / _file_name(number), quality=JPEG_QUALITY)
-    elif pictures.exists():
-        shutil.rmtree(pictures)
     with new_file(dataset, replace=options.overwrite) as file:
         for index in range(options.num_samples):
             record = _record(options, words, index, [f"{pictures.name}/{_file_name(n)}" for n in _turn(index, options.num_pics, different)])
@@ -127,10 +124,11 @@ class _Words:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._words = [word for word in WORDS if len(tokenizer.encode(word)) == 1 and len(tokenizer.encode(f"{word} {word}")) == 2]
+        everyday = EVERYDAY.split()
+        self._words = [word for word in everyday if len(tokenizer.encode(word)) == 1 and len(tokenizer.encode(f"{word} {word}")) == 2]
         if len(self._words) < LEAST_WORDS:
             raise ConfigError(
-                f"{tokenizer.where}: only {len(self._words)} of {len(WORDS)} everyday English words are one token; "
+                f"{tokenizer.where}: only {len(self._words)} of {len(everyday)} everyday English words are one token; "
                 "text of an exact length cannot be made with this tokenizer"
             )
 

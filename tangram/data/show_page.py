@@ -37,13 +37,15 @@ a.chip { padding: 2px 8px; border-radius: 12px; text-decoration: none; font-weig
   line-height: 1.4; padding: 4px 8px; border-radius: 6px; white-space: pre; pointer-events: none; }
 #ids:checked ~ .tokens .t::after { content: attr(data-id); font-size: 9px; color: var(--soft); vertical-align: super; margin: 0 3px 0 1px; }
 .media { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 18px; align-items: start; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; overflow: hidden; } figure:target { outline: 3px solid var(--mark); }
+figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; overflow: hidden; }
+figure:target { outline: 3px solid var(--mark); }
 figcaption { padding: 10px 14px; font-size: .88rem; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; background: #eef1f5; image-rendering: auto; }
 svg .lines { fill: none; stroke: #fff; stroke-opacity: .75; stroke-width: 1; vector-effect: non-scaling-stroke; mix-blend-mode: difference; }
 svg rect.cell { fill: transparent; } svg rect.cell:hover { fill: var(--mark); fill-opacity: .45; }
 #grid:not(:checked) ~ .media .lines { display: none; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; } td, th { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+td, th { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--line); }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 """
 LINE_END = "\u23ce"
@@ -127,9 +129,10 @@ def _figure(number: int, medium: MediumView, tokens: tuple[Token, ...]) -> str:
             f'<path class="lines" d="{lines}"/>{cells}</svg>'
         )
     frames = f"{steps} steps of time, " if medium.kind == "video" else ""
+    grid = f"grid {steps} &times; {rows} &times; {columns} patches"
     caption = (
         f"<b>{medium.kind} {number}</b> {html.escape(medium.path)}<br>"
-        f'<span class="soft">{width} &times; {height} pixels, {frames}grid {steps} &times; {rows} &times; {columns} patches, {len(medium.places)} tokens of '
+        f'<span class="soft">{width} &times; {height} pixels, {frames}{grid}, {len(medium.places)} tokens of '
         f"{medium.cell} &times; {medium.cell} pixels</span>"
     )
     return f'<figure id="medium{number}">{"".join(pictures)}<figcaption>{caption}</figcaption></figure>'

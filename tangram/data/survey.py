@@ -187,7 +187,7 @@ class _Examiner:
     def __init__(self, dataset: ConversationDataset, encoder: SampleEncoder | None, decode: bool) -> None:
         self.dataset, self.encoder, self.decode = dataset, encoder, decode
         self._media = encoder.media if encoder else None
-        self._known: dict[object, str | None] = {}
+        self._known: dict[str | Video, str | None] = {}
 
     def __call__(self, index: int) -> _Found:
         try:
@@ -211,7 +211,8 @@ class _Examiner:
     def _media_faults(self, sample: Conversation) -> list[tuple[str, str]]:
         """File and fault."""
         faults = []
-        for medium in dict.fromkeys((*sample.images, *sample.videos)):
+        media: tuple[str | Video, ...] = (*sample.images, *sample.videos)
+        for medium in dict.fromkeys(media):
             if medium not in self._known:
                 try:
                     _check_medium(medium, self._media, self.decode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -110,7 +109,7 @@ def test_a_string_is_one_image_and_a_list_several(convert: Callable[..., tuple[A
         ({"image": 7, "conversations": turns("a", "b")}, "record 1 (id None): 'image' must be a name or a list of names, got 7"),
         ({"id": "x", "image": [""], "conversations": turns("a", "b")}, "record 1 (id 'x'): 'image' must be a name or a list of names, got ['']"),
         ({"id": "x", "conversations": []}, "record 1 (id 'x'): 'conversations' must be a list of messages, got []"),
-        ({"id": "x", "conversations": [{"from": "human"}]}, "record 1 (id 'x'): message 0: needs the strings 'from' and 'value', got {'from': 'human'}"),
+        ({"id": "x", "conversations": [{"from": "human"}]}, "(id 'x'): message 0: needs the strings 'from' and 'value', got {'from': 'human'}"),
         (
             {"id": "x", "conversations": [{"from": "system", "value": "s"}]},
             "record 1 (id 'x'): message 0: role 'system'; the roles are 'human' and 'gpt'",
@@ -119,9 +118,7 @@ def test_a_string_is_one_image_and_a_list_several(convert: Callable[..., tuple[A
         ({"conversations": turns("half \ud83d", "b")}, "record 1 holds half of a surrogate pair"),
     ],
 )
-def test_records_of_another_form_are_named(
-    tmp_path: Path, convert: Callable[..., tuple[Any, Report]], record: Any, message: str
-) -> None:
+def test_records_of_another_form_are_named(tmp_path: Path, convert: Callable[..., tuple[Any, Report]], record: Any, message: str) -> None:
     good = {"conversations": turns("Say hi.", "Hi.")}
     with pytest.raises(DataError) as fault:
         convert(json.dumps([good, record, good]).encode())
@@ -134,7 +131,8 @@ def test_spellings_of_a_file_give_the_same_records(convert: Callable[..., tuple[
     records = [{"conversations": turns("one\u2028line é 🙂", "b")}, {"conversations": turns("c", "d")}]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     expected = [plain(record) for record in records]
-    for text in ("\n".join(lines), "\r\n".join(lines) + "\r\n", "\ufeff" + "\n".join(lines) + "\n", json.dumps(records, indent=3), "\ufeff" + json.dumps(records)):
+    with_ends = ["\n".join(lines), "\r\n".join(lines) + "\r\n", "\ufeff" + "\n".join(lines) + "\n"]
+    for text in (*with_ends, json.dumps(records, indent=3), "\ufeff" + json.dumps(records)):
         assert convert(text.encode())[0] == expected
     with pytest.raises(DataError, match=r"llava.json: line 2: not UTF-8 at byte 3"):
         convert(b"[\n \xe6]")
@@ -257,7 +255,7 @@ def test_a_kill_leaves_a_whole_file_or_none(tmp_path: Path, coco: Path) -> None:
         time.sleep(whole_time * chance.uniform(0.2, 1.0))
         process.send_signal(signal.SIGKILL)
         killed += process.wait() == -signal.SIGKILL
-        stale += any(".tmp-" in name for name in os.listdir(tmp_path))
+        stale += any(".tmp-" in path.name for path in tmp_path.iterdir())
         assert not output.exists() or hashlib.sha256(output.read_bytes()).digest() == whole
     assert killed and stale, "no run was killed while it wrote: the test shows nothing"
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -149,7 +149,12 @@ def test_what_cannot_be_shown_is_told(view: Callable[[int], SampleView]) -> None
 
 
 def test_the_command(
-    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str], record: Callable[..., Any], write_json: Callable[..., str], photo: Callable[[str], str]
+    tmp_path: Path,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    record: Callable[..., Any],
+    write_json: Callable[..., str],
+    photo: Callable[[str], str],
 ) -> None:
     (tmp_path / "rocket.jpg").symlink_to(photo("rocket.jpg"))
     dataset = write_json([record("<image>What [red]is[/red] this?", "A rocket.", "More?", "No.", images="rocket.jpg")])

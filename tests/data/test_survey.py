@@ -95,7 +95,12 @@ def test_token_statistics_against_transformers(
 
     reference = PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
     (tmp_path / "rocket.jpg").symlink_to(photo("rocket.jpg"))
-    talks = [("What is this?", "A rocket, lit at dusk."), ("Hi", "Ho"), ("Count to five.", "One two three four five."), ("a b c", "d e f g h i j k l m n o p")]
+    talks = [
+        ("What is this?", "A rocket, lit at dusk."),
+        ("Hi", "Ho"),
+        ("Count to five.", "One two three four five."),
+        ("a b c", "d e f g h i j k l m n o p"),
+    ]
     records = [record(*talk) for talk in talks]
     records[0] = record("<image>" + talks[0][0], talks[0][1], images="rocket.jpg")
     image_tokens = round(427 / 28) * round(640 / 28)
@@ -142,9 +147,7 @@ def test_a_killed_process_costs_its_sample_alone() -> None:
     assert {index: result for index, result in results.items() if index not in died} == {n: n * n for n in range(length) if n not in died}
 
 
-def test_a_death_is_a_fault_of_its_sample(
-    bad_dataset: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch, record: Record
-) -> None:
+def test_a_death_is_a_fault_of_its_sample(bad_dataset: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ConversationDataset.__getitem__
 
     def deadly(self: ConversationDataset, index: int) -> Any:
@@ -189,9 +192,7 @@ def test_the_command(
     assert "give the dataset's path, or --config" in capsys.readouterr().err
 
 
-def test_a_config_file_gives_what_is_not_given(
-    tmp_path: Path, bad_dataset: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_file_gives_what_is_not_given(tmp_path: Path, bad_dataset: str, model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = {
         "dataset_param": {
             "preprocess_parameters": {"model_name_or_path": str(model_dir), "image_max_pixels": 84 * 84},
