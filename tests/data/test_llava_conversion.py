@@ -144,6 +144,17 @@ def test_spellings_of_a_file_give_the_same_records(convert: Callable[..., tuple[
         convert(b"[]")
 
 
+def test_faults_far_into_the_file_are_named_by_their_line(convert: Callable[..., tuple[Any, Report]]) -> None:
+    """Behind the first windows: 40,000 lines are 3 MB."""
+    line = json.dumps({"conversations": turns("a" * 20, "b")}).encode() + b"\n"
+    with pytest.raises(DataError, match=r"line 40001: not a JSON dataset: "):
+        convert(line * 40_000 + b"{]\n" + line * 10)
+    with pytest.raises(DataError, match=rf"line 40001: not UTF-8 at byte {40_000 * len(line) + 2}; save"):
+        convert(line * 40_000 + b'{"\xff": 1}\n' + line * 10)
+    with pytest.raises(DataError, match=r"line 40001: not a JSON dataset: a record that runs over several lines"):
+        convert(line * 40_000 + b'{"a":\n 1}\n')
+
+
 def test_records_that_lie_across_windows(convert: Callable[..., tuple[Any, Report]]) -> None:
     """Characters of two, three and four bytes at the edges of every window, and one record larger than a window."""
     records = [{"conversations": turns("é☃🙂" * (20 + number % 7), "b" * (number % 5))} for number in range(9000)]
