@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,11 +249,38 @@ def test_the_command(tmp_path: Path, coco: Path, capsys: pytest.CaptureFixture[s
     assert output.read_bytes() == first
 
 
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, coco: Path) -> None:
+    record = json.dumps({"image": "000000000042.jpg", "conversations": turns("<image>" + "what? " * 60, "that. " * 60)})
+    peaks = []
+    for count in (2_000, 10_000):
+        source = tmp_path / f"{count}.jsonl"
+        source.write_text("\n".join([record] * count))
+        tracemalloc.start()
+        convert_llava(coco, source, tmp_path / f"out{count}.json")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 1e6 < 25e6, "6 MB of records more"
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, coco: Path) -> None:
+    """A limit on the size of files stands for a full disk: the write fails in the middle."""
+    source, output = tmp_path / "llava.json", tmp_path / "out.json"
+    source.write_text(json.dumps([{"conversations": turns("a" * 1000, "b")}] * 3000))
+    words = ["data", "llava-to-mllm", "--coco_path", coco, "--llava_json_path", source, "--output_json_path", output]
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21));"
+        "from tangram.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode != 0 and "File too large" in ended.stderr
+    assert left(tmp_path) == []
+
+
 def test_a_kill_leaves_a_whole_file_or_none(tmp_path: Path, coco: Path) -> None:
     """SIGKILL at random moments; the next run cleans up and writes the same bytes."""
     source, output = tmp_path / "llava.json", tmp_path / "out.json"
     record = {"image": "000000000042.jpg", "conversations": turns("<image>" + "what? " * 60, "that. " * 60)}
-    source.write_text("\n".join([json.dumps(record)] * 12_000))
+    source.write_text("\n".join([json.dumps(record)] * 8_000))
     code = "import sys; from tangram.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ["data", "llava-to-mllm", "--coco_path", coco, "--llava_json_path", source, "--output_json_path", output, "--overwrite"]
     command = [sys.executable, "-c", code, *map(str, words)]
@@ -261,7 +289,7 @@ def test_a_kill_leaves_a_whole_file_or_none(tmp_path: Path, coco: Path) -> None:
     whole_time, whole = time.perf_counter() - begin, hashlib.sha256(output.read_bytes()).digest()
     output.unlink()
     chance, killed, stale = random.Random(0), 0, 0
-    for _ in range(12):
+    for _ in range(8):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         time.sleep(whole_time * chance.uniform(0.2, 1.0))
         process.send_signal(signal.SIGKILL)

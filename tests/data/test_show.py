@@ -15,28 +15,16 @@ import pytest
 from PIL import Image
 
 from tangram.cli.main import main
-from tangram.config.model import ModelConfig
-from tangram.data.encode import SampleEncoder
-from tangram.data.images import ImageProcessor
-from tangram.data.media import Media
 from tangram.data.show import SampleView, token_texts, view_sample
 from tangram.data.show_page import render_sample
-from tangram.data.subject import Encoding, Subject
-from tangram.data.template import get_template
+from tangram.data.subject import SubjectOptions, build_subject
 from tangram.data.tokenizer import Tokenizer
 from tangram.errors import ConfigError, DataError
-from tangram.families.base import get_family
 
 
 @pytest.fixture
 def view(
-    tmp_path: Path,
-    hf_dir: Path,
-    model: ModelConfig,
-    make_run: Callable[..., Any],
-    record: Callable[..., dict[str, Any]],
-    write_json: Callable[..., str],
-    photo: Callable[[str], str],
+    tmp_path: Path, model_dir: Path, record: Callable[..., dict[str, Any]], write_json: Callable[..., str], photo: Callable[[str], str]
 ) -> Callable[[int], SampleView]:
     """Views of a small dataset with two pictures of one sample."""
     for name in ("rocket.jpg", "coffee.png"):
@@ -47,14 +35,10 @@ def view(
             record("Say hi.", "Hi."),
         ]
     )
-    run = make_run(dataset)
-    from tangram.data.dataset import ConversationDataset
-
-    family, data = get_family("qwen2_5_vl"), run.data.dataset_param
-    assert model.image_encoder is not None
-    images = ImageProcessor.from_config(data.preprocess_parameters, model.image_encoder.vision_encoder)
-    encoder = SampleEncoder(Tokenizer.from_folder(hf_dir), get_template("qwen2vl"), Media(images), 1000)
-    subject = Subject(ConversationDataset.from_config(data.basic_parameters, data.attr), Encoding(encoder, family, model))
+    limits = {"model_name_or_path": str(model_dir), "image_max_pixels": 84 * 84, "image_min_pixels": 0}
+    basic = {"dataset": dataset, "dataset_dir": str(tmp_path)}
+    config = write_json({"dataset_param": {"preprocess_parameters": limits, "basic_parameters": basic}}, "config.json")
+    subject = build_subject(SubjectOptions(config=config), needs_pixels=True)
     return lambda index: view_sample(subject, index)
 
 
@@ -171,8 +155,6 @@ def test_the_command(
 
 
 def test_without_a_tokenizer_nothing_is_shown(tmp_path: Path, record: Callable[..., Any], write_json: Callable[..., str]) -> None:
-    from tangram.data.subject import SubjectOptions, build_subject
-
     subject = build_subject(SubjectOptions(dataset=write_json([record("a", "b")])), needs_pixels=True)
     with pytest.raises(ConfigError, match="need a tokenizer"):
         view_sample(subject, 0)
