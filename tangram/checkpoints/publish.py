@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from pathlib import Path
+from typing import BinaryIO
 
 from tangram.errors import CheckpointError
 
@@ -96,6 +97,32 @@ def require_new(final: Path) -> None:
     what = "a link" if final.is_symlink() else "a mount point" if os.path.ismount(final) else "" if final.name else "the current directory"
     if what:
         raise CheckpointError(f"{final}: is {what}, which the finished directory cannot replace; give the name of a new directory")
+
+
+@contextmanager
+def new_file(final: Path, *, replace: bool = False) -> Iterator[BinaryIO]:
+    """Yield a file, open for writing, that becomes ``final`` if the block ends well, and is removed if it raises.
+
+    Raises:
+        CheckpointError: ``final`` exists and ``replace`` is off; nothing is written then.
+    """
+    if not replace:
+        require_new(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(final)
+    temporary = temporary_name(final)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if not replace:
+            require_new(final)
+        temporary.rename(final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(final.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -41,6 +41,39 @@ PROCESSOR = {  # as in the hub's Qwen2.5-VL folders
     "image_processor_type": "Qwen2VLImageProcessor",
 }
 
+HF_CONFIG: dict[str, Any] = {  # the published ids and geometry, few layers
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": True,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "in_chans": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+        "hidden_act": "silu",
+    },
+}
+
 
 @pytest.fixture(scope="session")
 def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,39 +92,17 @@ def tokenizer(hf_dir: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def model() -> ModelConfig:
     """Qwen2.5-VL with the published ids and geometry and few layers."""
-    return get_family("qwen2_5_vl").from_hf_config(
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "max_position_embeddings": 32768,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-            "tie_word_embeddings": True,
-            "image_token_id": 151655,
-            "video_token_id": 151656,
-            "vision_start_token_id": 151652,
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "in_chans": 3,
-                "patch_size": 14,
-                "temporal_patch_size": 2,
-                "spatial_merge_size": 2,
-                "window_size": 112,
-                "fullatt_block_indexes": [1],
-                "tokens_per_second": 2,
-                "hidden_act": "silu",
-            },
-        }
-    )
+    return get_family("qwen2_5_vl").from_hf_config(HF_CONFIG)
+
+
+@pytest.fixture(scope="session")
+def model_dir(hf_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of ``hf_dir`` and a config.json."""
+    folder = tmp_path_factory.mktemp("model")
+    for name in ("tokenizer.json", "preprocessor_config.json"):
+        (folder / name).symlink_to((hf_dir / name).resolve())
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    return folder
 
 
 @pytest.fixture(scope="session")
