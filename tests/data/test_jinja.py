@@ -140,7 +140,7 @@ class TestAgainstTransformers:
         )
         own = chat(("user", "Q"), ("assistant", "A"))
         expected = qwen3.apply_chat_template([user("Q"), assistant("A")], chat_template=source, tokenize=False)
-        assert expected == '<|im_end|>|<|endoftext|>|True|True|{"a": ["<é>"]}|Q|A|\nx\ny'
+        assert expected == '<|im_end|>|<|endoftext|>|True|True|{"a": ["<é>"]}|Q|A|x\ny'
         template = write(source).bind({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
         assert template._render(own, 2) == expected
 
