@@ -136,10 +136,11 @@ class TestAgainstTransformers:
         source = (
             "{{ bos_token }}{{ eos_token }}|{{ pad_token }}|{{ documents is none }}|{{ tools is none }}|{{ {'a': ['<é>']} | tojson }}|"
             "{% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ message.content }}|{% endfor %}"
+            "\n  {% if true %}\nx\n  {% endif %}\ny"
         )
         own = chat(("user", "Q"), ("assistant", "A"))
         expected = qwen3.apply_chat_template([user("Q"), assistant("A")], chat_template=source, tokenize=False)
-        assert expected == '<|im_end|>|<|endoftext|>|True|True|{"a": ["<é>"]}|Q|A|'
+        assert expected == '<|im_end|>|<|endoftext|>|True|True|{"a": ["<é>"]}|Q|A|x\ny'
         template = write(source).bind({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
         assert template._render(own, 2) == expected
 
