@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tangram.config.data import PreprocessParameters
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import parse_section
 from tangram.config.run import RunConfig
 from tangram.data.tokenizer import Tokenizer
+from tangram.data.video import VideoProcessor
 from tangram.families.base import get_family
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -178,3 +180,15 @@ def mixed_dataset(tmp_path: Path, record: Callable[..., dict[str, Any]], write_j
     records += [record("Say hi.", "Hi."), record("Say hi.", "Hi.", images=None), record("Say hi.", "Hi.", images=[])]
     records.append(record("<image>A str is one image", "Yes.", "And then?", "Nothing more.", images="rocket.jpg"))
     return write_json(records)
+
+
+@pytest.fixture
+def make_videos(hf_dir: Path, model: ModelConfig) -> Callable[..., VideoProcessor]:
+    """A video processor; keyword arguments are keys of data.json."""
+
+    def processor(**limits: Any) -> VideoProcessor:
+        assert model.image_encoder is not None
+        preprocess = PreprocessParameters(model_name_or_path=str(hf_dir), **limits)
+        return VideoProcessor.from_config(preprocess, model.image_encoder.vision_encoder)
+
+    return processor

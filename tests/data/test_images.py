@@ -186,6 +186,19 @@ def test_a_header_that_claims_too_many_pixels_is_refused(processor: Make, tmp_pa
         processor(0, 784).grid(str(path), "data, record 7")
 
 
+def test_faults_that_pillow_does_not_call_faults_of_the_file(processor: Make, tmp_path: Path) -> None:
+    """A broken chunk is a SyntaxError there, a path that cannot be one a ValueError."""
+    chance = random.Random(0)
+    whole = png(28, 28, 8, 2, b"".join(b"\0" + chance.randbytes(84) for _ in range(28)))
+    middle, end = whole.find(b"IDAT") + 200, whole.find(b"IEND") - 4
+    broken = whole[:33] + struct.pack(">I", 196) + whole[37:middle] + bytes(4) + struct.pack(">I", 4) + b"\1\2\3\4" + whole[end:]
+    (tmp_path / "broken.png").write_bytes(broken)
+    with pytest.raises(DataError, match=r"broken\.png: cannot decode this image \(broken PNG file .*\), in data, record 7; replace the file"):
+        processor(0, 784).patches(str(tmp_path / "broken.png"), "data, record 7")
+    with pytest.raises(DataError, match=r"cannot open this image \(.*null .*\), in data, record 7"):
+        processor(0, 784).grid("a\0b.png", "data, record 7")
+
+
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_damaged_files_of_every_kind_give_a_named_error_or_a_picture(processor: Make, photo: Photo, tmp_path: Path) -> None:
     """Pillow's readers raise almost anything; a user sees the path."""
