@@ -85,7 +85,7 @@ class Photographs:
         )
 
     def loader(self, workers: int) -> Any:
-        from tangram.data.loader import build_loader
+        from tangram.data.build import build_loader
 
         return build_loader(self._parse(workers), self.family, 0, 1)
 

@@ -9,6 +9,8 @@ import glob
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -97,6 +99,27 @@ def require_new(final: Path) -> None:
     what = "a link" if final.is_symlink() else "a mount point" if os.path.ismount(final) else "" if final.name else "the current directory"
     if what:
         raise CheckpointError(f"{final}: is {what}, which the finished directory cannot replace; give the name of a new directory")
+
+
+@contextmanager
+def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory that becomes ``final`` if the block ends well, and is removed if it raises.
+
+    Raises:
+        CheckpointError: ``final`` exists with content and ``replace`` is off; nothing is written then.
+    """
+    if not replace:
+        require_new(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(final)
+    temporary = temporary_name(final)
+    temporary.mkdir()
+    try:
+        yield temporary
+        publish(temporary, final, replace=replace)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from tangram.data.bad_samples import Skip
 from tangram.data.content import crc32
 from tangram.data.conversation import Conversation
 from tangram.data.encode import EncodedSample
+from tangram.data.media import Media
 from tangram.data.packed_sample import unpack
 from tangram.errors import DataError
 
@@ -98,7 +99,7 @@ class TokenCache:
         """The samples that cannot be used."""
         return [Skip(*fault) for fault in _read_key(self.folder)["faults"]]
 
-    def compare(self, encoded: EncodedSample, sample: Conversation, media: Any) -> None:
+    def compare(self, encoded: EncodedSample, sample: Conversation, media: Media) -> None:
         """Compare what is kept of a sample's media with the headers of the files.
 
         Args:

@@ -47,7 +47,7 @@ def encoding_key(run: RunConfig, encoder: SampleEncoder, split: str) -> dict[str
         "version": tangram.__version__,
         "code": CODE_VERSION,
         "split": split,
-        "dataset": f"sha256:{content_hash(basic, split)}",
+        "dataset": f"sha256:{content_hash(data, split)}",
         "dataset_dir": basic.dataset_dir,
         "attr": data.attr.model_dump(),
         "mixing": {**{key: getattr(basic, key) for key in MIXING}, "seed": run.training.seed if _draws(basic) else None},

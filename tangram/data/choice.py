@@ -16,7 +16,7 @@ def cutoff(run: RunConfig) -> int:
     """
     given, most = run.data.dataset_param.basic_parameters.cutoff_len, run.training.seq_length
     if given is not None and given > most:
-        raise ConfigError(f"basic_parameters.cutoff_len {given} is larger than seq_length {most}; lower it, or raise seq_length")
+        raise ConfigError(f"basic_parameters.cutoff_len {given} is larger than seq_length {most}; lower the first or raise the second")
     return most if given is None else given
 
 
@@ -55,6 +55,11 @@ def check_choices(run: RunConfig) -> None:
         raise ConfigError(
             f"basic_parameters.packing chooses itself which samples share a row, and sampler_type is {loading.sampler_type}; "
             "set sampler_type to BaseRandomBatchSampler, or packing to false"
+        )
+    if loading.token_budget is not None and run.training.micro_batch_size != 1:
+        raise ConfigError(
+            f"dataloader_param.token_budget decides how many samples a micro-batch has, and micro_batch_size is {run.training.micro_batch_size}; "
+            "set it to 1, or remove the budget"
         )
     if basic.streaming:
         _check_streaming(run)

@@ -10,40 +10,41 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from tangram.config.data import BasicParameters
+from tangram.config.data import DatasetParam
+from tangram.data.files import Source, find_sources
 from tangram.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".json", ".jsonl", ".parquet")
 CHUNK = 1 << 22
 REPORT_SECONDS = 10.0
 ENDS = 1 << 20
 """Bytes at either end of a streamed file that stand for it: looking through all of it is what streaming avoids."""
 
 
-def dataset_files(basic: BasicParameters, split: str = "train") -> list[Path]:
-    """The files of the training set ("train", and "valid" where ``val_rate`` cuts it from the same) or of ``val_dataset``, in order."""
-    names = basic.val_dataset if split == "valid" and basic.val_dataset is not None else basic.dataset
-    files: list[Path] = []
-    for name in (part.strip() for part in names.split(",")):
-        path = Path(name)
-        files += sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
-    return files
+def dataset_sources(data: DatasetParam, split: str = "train") -> list[Source]:
+    """What the training set ("train", and "valid" where ``val_rate`` cuts it from the same) or ``val_dataset`` is made of, in order."""
+    key = "val_dataset" if split == "valid" and data.basic_parameters.val_dataset is not None else "dataset"
+    return find_sources(getattr(data.basic_parameters, key), data.basic_parameters.dataset_dir, data.attr, key)
 
 
-def content_hash(basic: BasicParameters, split: str = "train") -> str:
-    """SHA-256 over the contents of all files of a split, read once per process; of streamed ones over their sizes and ends.
+def content_hash(data: DatasetParam, split: str = "train") -> str:
+    """SHA-256 over the contents of all files of a split, read once per process, and over what the registry says of them; of streamed files over
+    their sizes and ends.
 
     Raises:
         DataError: a file is missing.
     """
     whole = hashlib.sha256()
-    for path in dataset_files(basic, split):
-        if not path.is_file():
-            raise DataError(f"{path}: no such dataset file; check basic_parameters.dataset")
-        status = path.stat()
-        whole.update((_ends if basic.streaming else _sha256)(str(path.resolve()), status.st_size, status.st_mtime_ns).encode())
+    for source in dataset_sources(data, split):
+        if source.attr != data.attr or source.num_samples is not None:
+            whole.update(f"{source.attr.model_dump()} {source.num_samples}".encode())
+        for path in map(Path, source.paths):
+            if not path.is_file():
+                raise DataError(f"{path}: no such dataset file; check basic_parameters.dataset")
+            status = path.stat()
+            digest = _ends if data.basic_parameters.streaming else _sha256
+            whole.update(digest(str(path.resolve()), status.st_size, status.st_mtime_ns).encode())
     return whole.hexdigest()
 
 

@@ -13,9 +13,8 @@ from tangram.config.data import BasicParameters, DatasetAttr, PreprocessParamete
 from tangram.config.parsing import Section, merge, parse_section, read_mapping
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import SampleEncoder
-from tangram.data.images import ImageProcessor
 from tangram.data.media import Media
-from tangram.data.template import get_template
+from tangram.data.template import select_template
 from tangram.data.tokenizer import load_tokenizer
 from tangram.errors import ConfigError
 
@@ -83,7 +82,7 @@ def build_subject(options: SubjectOptions, needs_pixels: bool) -> Subject:
     # Every sample is looked at, those that validation sets aside too.
     whole = {"streaming": False, "val_rate": None}
     basic = parse_section(BasicParameters, merge(source.basic, {key: value for key, value in given.items() if value is not None} | whole), "data")
-    dataset = ConversationDataset.from_config(basic, source.attr or DatasetAttr())
+    dataset = ConversationDataset.from_config(basic, source.attr or DatasetAttr(), "train", 0)
     folder = options.tokenizer or source.preprocess.get("model_name_or_path")
     if folder is None:
         return Subject(dataset, None)
@@ -108,9 +107,10 @@ def _encoding(
     vision = model.image_encoder.vision_encoder if model.image_encoder else None
     encoder = SampleEncoder(
         load_tokenizer(preprocess.model_name_or_path, model),
-        get_template(basic.template or family.template),
-        Media(ImageProcessor.from_config(preprocess, vision)) if vision else None,
+        select_template(basic, family),
+        Media.from_config(preprocess, vision) if vision else None,
         cutoff,
+        truncation=basic.truncation,
         train_on_prompt=basic.train_on_prompt,
         mask_history=basic.mask_history,
         needs_pixels=needs_pixels,

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from tangram.data.conversation import ANSWERING, Conversation, Video
+from tangram.data.conversation import Conversation, Video
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import IGNORE, SampleEncoder
 from tangram.data.images import open_image
@@ -194,8 +194,7 @@ class _Examiner:
             sample = self.dataset[index]
         except DataError as fault:
             return _Found((_fault(index, RECORD, str(fault)),))
-        faults = [_fault(index, RECORD, message, where=sample.where) for message in _empty_answers(sample)]
-        faults += [_fault(index, MEDIA, message, subject, sample.where) for subject, message in self._media_faults(sample)]
+        faults = [_fault(index, MEDIA, message, subject, sample.where) for subject, message in self._media_faults(sample)]
         digest = _digest((sample.system, sample.messages, sample.images, sample.videos, sample.tools))
         media = tuple(_digest(path) for path in (*sample.images, *(path for video in sample.videos for path in video.paths)))
         if faults or self.encoder is None:
@@ -235,6 +234,10 @@ def _check_medium(medium: str | Video, media: Media | None, decode: bool) -> Non
         for path in medium.paths:
             if not Path(path).is_file():
                 raise DataError(f"{path}: no such video file")
+        if media is not None:
+            media.video(medium, "")
+            if decode:
+                media.video_pixels(medium, "")
         return
     if media is not None:
         # The header first: for what it shows, the faults are those that training names.
@@ -249,14 +252,6 @@ def _check_medium(medium: str | Video, media: Media | None, decode: bool) -> Non
             image.load()
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(f"{medium}: cannot decode this image ({error}); replace the file") from None
-
-
-def _empty_answers(sample: Conversation) -> list[str]:
-    return [
-        f"message {number}: an empty answer, which teaches nothing; remove the sample"
-        for number, message in enumerate(sample.messages)
-        if message.role in ANSWERING and not message.content.strip()
-    ]
 
 
 def _digest(value: object) -> int:

@@ -31,7 +31,7 @@ def dataset_fingerprint(run: RunConfig, batch: int) -> str:
     """
     settings = {"global_batch_size": batch, "shuffle": run.data.dataloader_param.shuffle, "tail": run.data.dataloader_param.tail_policy}
     settings |= {key: value for key, value in _others(run).items() if value is not None}
-    return f"sha256:{content_hash(run.data.dataset_param.basic_parameters)} with {', '.join(f'{key} {value}' for key, value in settings.items())}"
+    return f"sha256:{content_hash(run.data.dataset_param)} with {', '.join(f'{key} {value}' for key, value in settings.items())}"
 
 
 def _others(run: RunConfig) -> dict[str, Any]:

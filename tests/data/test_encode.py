@@ -15,8 +15,9 @@ from PIL import Image
 
 from tangram.config.data import PreprocessParameters
 from tangram.config.model import ModelConfig
+from tangram.data.choice import cutoff
 from tangram.data.conversation import Conversation, Message, Video
-from tangram.data.encode import IGNORE, EncodedSample, SampleEncoder, cutoff
+from tangram.data.encode import IGNORE, EncodedSample, SampleEncoder
 from tangram.data.images import ImageProcessor
 from tangram.data.media import Media
 from tangram.data.template import get_template

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tangram.cli.main import main
 from tangram.config.run import RunConfig
-from tangram.data.loader import build_loader
+from tangram.data.build import build_loader
 from tangram.data.mock import MockOptions, write_mock
 from tangram.errors import ConfigError, DataError
 from tangram.families.base import get_family
