@@ -60,7 +60,6 @@ def test_the_cutoff_is_the_smaller_of_two(make_run: MakeRun, record: Any, write_
 @pytest.fixture
 def lengths(record: Any, write_json: Any) -> str:
     """Twelve samples of very different lengths."""
-    pytest.importorskip("tangram.data.orders.choice")
     return write_json([record("q", "word " * (1 + 17 * number % 60)) for number in range(12)])
 
 
@@ -113,7 +112,6 @@ def test_a_streamed_dataset_is_read_in_file_order_and_resumes(make_run: MakeRun,
 def test_unusable_samples_of_a_packed_order_are_listed_though_no_row_holds_them(
     make_run: MakeRun, record: Any, write_json: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("tangram.data.orders.choice")
     path = write_json([record("q", "a"), record("<image>", "b"), record("q", "c"), record("q", "d")])
     basic = {"packing": True, "bad_samples": "skip", "bad_samples_report": str(tmp_path / "bad")}
     (step,) = take(build_loader(make_run(path, basic=basic, loading={"tail": "pad"}, micro_batch_size=1, global_batch_size=1), FAMILY, 0, 1), 1)
