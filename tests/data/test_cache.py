@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -309,6 +309,7 @@ grids = st.tuples(st.integers(1, 9), st.integers(2, 500), st.integers(2, 500))
 media = st.lists(st.builds(Medium, grids, st.none() | st.floats(0.1, 9), st.lists(st.floats(0, 1e4), max_size=4).map(tuple)), max_size=3)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=40), media, media, st.integers(0, 9), st.booleans())
 def test_a_sample_survives_its_bytes(tokens: Any, images: Any, videos: Any, dropped: int, strange: bool) -> None:
     ids = [token for token, _ in tokens]
@@ -317,6 +318,7 @@ def test_a_sample_survives_its_bytes(tokens: Any, images: Any, videos: Any, drop
     assert unpack(pack(sample), 3) == sample
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.text())
 def test_a_fault_survives_its_bytes(text: str) -> None:
     with pytest.raises(DataError) as caught:
