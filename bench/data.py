@@ -166,7 +166,7 @@ def hf_positions(ids: Any, grids: Any, mask: Any = None) -> Any:
 
 def loader_part(folder: Path, rounds: int, scale: float) -> dict[str, Any]:
     """Samples a second."""
-    photographs = Photographs(folder, max(BATCH, round(160 * scale) // BATCH * BATCH))
+    photographs = Photographs(folder, max(BATCH, round(320 * scale) // BATCH * BATCH))
     sides: dict[str, Callable[[], float]] = {"transformers": photographs.transformers}
     sides |= {f"workers {workers}": lambda workers=workers: photographs.ours(workers) for workers in (0, 1, 2)}
     for side in sides.values():  # imports, page cache, tokenizer

@@ -83,7 +83,9 @@ def _show(console: Console, found: Survey, encoding: Encoding | None) -> None:
     from rich.table import Table
 
     if found.faults:
-        table = Table("found in", "fault", "count", "first samples", "for instance", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        for name in ("found in", "fault", "count", "first samples", "for instance"):
+            table.add_column(name, overflow="fold")  # nothing is left out, however long a path is
         for kind in found.kinds():
             samples = ", ".join(map(str, kind.samples))
             table.add_row(kind.stage, f"[red]{escape(kind.kind)}[/red]", str(kind.count), samples, escape(kind.example))

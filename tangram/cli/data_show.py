@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 10_000  # one line per run, for logs and grep
-    _show(console, view)
+    show_sample(console, view)
     if args.html:
         from tangram.data.show_page import render_sample
 
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(console: Console, view: SampleView) -> None:
+def show_sample(console: Console, view: SampleView) -> None:
+    """Print facts, media and tokens."""
     from rich.table import Table
 
     console.print(f"sample {view.id}: {view.where}", markup=False, highlight=False)
@@ -70,7 +71,9 @@ def _show(console: Console, view: SampleView) -> None:
         grid = " x ".join(map(str, medium.grid))
         line = f"{medium.kind} {number}: {medium.path}: {width} x {height} pixels, grid {grid}, {len(medium.places)} tokens"
         console.print(line, markup=False, highlight=False)
-    table = Table("places", "", "text", "ids", "positions", box=None, pad_edge=False)
+    table = Table("places", "", box=None, pad_edge=False)
+    for name in ("text", "ids", "positions"):
+        table.add_column(name, overflow="fold")  # nothing is left out, however long a word is
     for run in view.runs():
         medium_number = run.tokens[0].medium
         what = f"{view.media[medium_number].kind} {medium_number}" if medium_number is not None else "learnt" if run.tokens[0].learnt else ""

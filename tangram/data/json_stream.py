@@ -18,6 +18,11 @@ from tangram.errors import DataError
 WINDOW = 1 << 20
 """Bytes read at a time."""
 
+OPEN_STRING = "Unterminated string"
+"""What json says of a string that the end of the window cuts off."""
+LONGEST_WORD = 16
+"""Characters; anything else that the end cuts off (a number's sign, an escape, ``-Infinity``) begins so near to it."""
+
 Progress = Callable[[int, int], None]
 """Bytes done and bytes in all."""
 
@@ -89,7 +94,8 @@ class _Reader:
                 break
             except json.JSONDecodeError as error:
                 into = error.pos - self._at
-                if not self._more():
+                cut_off = error.msg.startswith(OPEN_STRING) or error.pos > len(self._text) - LONGEST_WORD
+                if not (cut_off and self._more()):
                     self._at += into
                     raise self._error(f"{error.msg}; the file must be one array or one object a line") from None
             except (RecursionError, ValueError) as error:  # nested a thousand deep, or a number of thousands of digits

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from tangram.cli.data_show import show_sample
 from tangram.cli.main import main
 from tangram.data.show import SampleView, token_texts, view_sample
 from tangram.data.show_page import render_sample
@@ -152,6 +154,16 @@ def test_the_command(
     assert (tmp_path / "page.html").stat().st_size > 100_000
     assert main(["data", "show", dataset, "0"]) == 2
     assert "tokens need a tokenizer: give --tokenizer HF" in capsys.readouterr().err
+
+
+def test_on_a_terminal_what_is_learnt_is_green_and_nothing_is_left_out(view: Callable[[int], SampleView]) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=60)
+    show_sample(terminal, view(1))
+    written = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[1;32mHi.<|im_end|>" in written
+    assert "\u2026" not in written, "a long word was cut"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", written)
+    assert all(str(token.id) in plain for token in view(1).tokens)
 
 
 def test_without_a_tokenizer_nothing_is_shown(tmp_path: Path, record: Callable[..., Any], write_json: Callable[..., str]) -> None:
