@@ -20,6 +20,7 @@ from tangram.config.parsing import parse_section
 from tangram.data.conversation import Conversation, Message
 from tangram.data.dataset import ConversationDataset
 from tangram.data.images import ImageProcessor
+from tangram.data.media import Media
 from tangram.errors import ConfigError, DataError
 
 Record = Callable[..., dict[str, Any]]
@@ -120,7 +121,7 @@ def test_check_and_faults_agree_on_media_files(record: Record, write_json: Write
         record("q"),
     ]
     data = dataset(write_json(records), tmp_path)
-    headers = ImageProcessor(14, 2, 2, 0, 84 * 84, (0.5,) * 3, (0.5,) * 3)
+    headers = Media(ImageProcessor(14, 2, 2, 0, 84 * 84, (0.5,) * 3, (0.5,) * 3))
     assert [index for index, _ in data.faults()] == [1, 3, 4]
     assert [index for index, _ in data.faults(files=False)] == [4]
     faults = dict(data.faults(headers))

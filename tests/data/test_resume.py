@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tangram.config.data import Tail
 from tangram.data.loader import StepLoader
 from tangram.data.sampler import GlobalOrder
 from tests.data.test_workers import Numbers
@@ -35,14 +36,14 @@ def steps_of(order: GlobalOrder, consumed: int, size: int, count: int, workers: 
     return batches, position
 
 
-@pytest.mark.parametrize(("workers", "drop_last"), [(0, True), (0, False), (2, False)])
-def test_stopped_at_random_points_and_resumed_at_other_sizes(workers: int, drop_last: bool) -> None:
-    """40 samples and batches of 12: epochs end within batches, or drop 4; the run goes through a dozen of them."""
-    draw = random.Random(f"{workers} {drop_last}")
+@pytest.mark.parametrize(("workers", "tail"), [(0, "drop"), (0, "pad"), (0, "continue"), (2, "continue")])
+def test_stopped_at_random_points_and_resumed_at_other_sizes(workers: int, tail: Tail) -> None:
+    """40 samples and batches of 12: epochs end within batches, drop 4, or are filled up by 8; the run goes through a dozen of them."""
+    draw = random.Random(f"{workers} {tail}")
     lengths = [draw.randint(1, 3) for _ in range(20)]
 
     def order() -> GlobalOrder:
-        return GlobalOrder(40, BATCH, seed=5, shuffle=True, drop_last=drop_last)
+        return GlobalOrder(40, BATCH, seed=5, shuffle=True, tail=tail)
 
     whole, end = steps_of(order(), 0, 1, sum(lengths), 0)
     pieces: Ids = []
@@ -52,7 +53,7 @@ def test_stopped_at_random_points_and_resumed_at_other_sizes(workers: int, drop_
         piece, position = steps_of(order(), position, size, length, workers)
         pieces += piece
     assert pieces == whole and position == end == BATCH * sum(lengths)
-    per_epoch = [sample for batch in whole for sample in batch][: 40 - 40 % BATCH if drop_last else 40]
+    per_epoch = [sample for batch in whole for sample in batch][: 40 - 40 % BATCH if tail == "drop" else 40]
     assert len(set(per_epoch)) == len(per_epoch), "no sample twice in an epoch"
 
 
