@@ -17,7 +17,7 @@ from tangram.families import get_family
 from tangram.losses.modes import reduce_token_losses
 from tangram.models.attention import packed_plan
 from tangram.models.vlm import VLMModel
-from tests.models.conftest import SPECIAL, hf_config, make_hf, run_hf
+from tests.models.conftest import SPECIAL, hf_config, hf_positions, make_hf, run_hf
 from tests.models.test_against_hf import assemble, canonical_gradients, relative
 
 IMAGE, VIDEO, START, END = (SPECIAL[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
@@ -107,6 +107,46 @@ def test_packed_rows_train_as_samples_of_their_own_and_as_hugging_face(one_proce
         gradients = canonical_gradients(built, placement, hf)
         worst = max((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
         assert worst[0] < 1e-5, (loss_type, worst)
+
+
+REPORTED: dict[str, list[EncodedSample]] = {
+    "twice": [make_sample(0, [10, 11], (1, 4, 6), [12, 13]), make_sample(1, [10, 11], (1, 4, 6), [12, 13])],
+    "short and long": [make_sample(0, [10, 11], (1, 4, 6), [12, 13]), make_sample(1, [20, 22, 23, 25, 26])],
+    "3 and 5": [make_sample(0, [10, 11, 13]), make_sample(1, [20, 22, 23, 25, 26])],
+    "4 and 8": [make_sample(0, [10, 11, 13, 14]), make_sample(1, [20, 22, 23, 25, 26, 28, 29, 31])],
+}
+"""The twelve tokens of huggingface/trl#5785, twice as in hiyouga/LlamaFactory#7754; the lengths of NVIDIA-NeMo/Megatron-Bridge#4507."""
+
+
+def padded_on_the_left(batch: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The rows pushed to the right. What would be predicted from padding is not learnt."""
+    lengths = batch["attention_mask"].sum(1).tolist()
+    moved = dict(batch)
+    for name in ("input_ids", "attention_mask", "labels"):
+        moved[name] = torch.stack([row.roll(len(row) - length) for row, length in zip(batch[name], lengths, strict=True)])
+    moved["labels"][torch.arange(len(lengths)), moved["attention_mask"].argmax(1)] = -100
+    moved["position_ids"] = get_family(model.model_id).rope_index(moved["input_ids"], moved["attention_mask"], batch.get("image_grid_thw"), model)
+    return moved
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("case", REPORTED)
+def test_samples_that_share_a_batch_or_a_row_have_the_token_weighted_loss_of_each_alone(one_process: None, case: str) -> None:
+    """Each alone is run by Hugging Face, without padding and with its own positions."""
+    hf, samples = make_hf("qwen2_5_vl"), REPORTED[case]
+    built, _ = assemble(hf, "qwen2_5_vl")
+    total, count = torch.zeros(()), 0
+    for sample in samples:
+        alone = {name: tensor for name, tensor in collate(built.model, [sample], packing=False).items() if name != "position_ids"}
+        labels = alone.pop("labels")
+        logits = run_hf(hf, alone, hf_positions(hf, alone)).logits
+        learnt = labels[0, 1:] != -100
+        total = total + torch.nn.functional.cross_entropy(logits[0, :-1][learnt], labels[0, 1:][learnt], reduction="sum")
+        count += int(learnt.sum())
+    on_the_right, packed = collate(built.model, samples, packing=False), collate(built.model, samples, packing=True, multiple=4)
+    for name, batch in {"right": on_the_right, "left": padded_on_the_left(on_the_right, built.model), "packed": packed}.items():
+        loss, tokens, _ = gradients_of(built, batch, "per_token_loss")
+        assert tokens == count and relative(loss, total.detach() / count) < 1e-6, name
 
 
 @pytest.mark.compat

@@ -66,6 +66,8 @@ CASES: dict[int, dict[str, Case]] = {
         "PP2, first rank wholly frozen, distributed optimizer": {"freeze": FROZEN_VISION, "parallel": split([1, 1], [0, 4], **ZERO)},
         "PP2, frozen text decoder": {"freeze": {"text": True}, "parallel": split([2, 0], [1, 3])},
         "PP2, last rank wholly frozen": {"freeze": {"text": True}, "parallel": split([2, 0], [0, 4])},
+        "DP2, one rank without labels": {"check": "silent_rank", "parallel": split()},
+        "DP2, one rank without labels, distributed optimizer": {"check": "silent_rank", "parallel": split(**ZERO)},
         "DP2 skips together": {"check": "skip", "parallel": split()},
         "DP2 skips together, distributed optimizer": {"check": "skip", "parallel": split(**ZERO)},
         "PP2 skips together": {"check": "skip", "parallel": split([2, 0], [2, 2])},

@@ -211,6 +211,26 @@ def skip(case: dict[str, Any]) -> None:
     assert math.isfinite(result.loss) and not engine.step(1e-2).skipped
 
 
+def silent_rank(case: dict[str, Any]) -> None:
+    """allenai/OLMo-core PR 657: of two ranks the first has labels of -100 alone, the second four tokens; as the second's data on one process."""
+    engine = make_engine(case)
+    plain = Plain(engine.run, case.get("tied", True))
+    batches = toy_batches(2)
+    batches[0]["labels"][:] = -100
+    learnt = (batches[1]["labels"][:, 1:] != -100).nonzero()[4:]
+    batches[1]["labels"][learnt[:, 0], learnt[:, 1] + 1] = -100
+    expected = plain.backward(batches[1:])
+    result = engine.forward_backward(batches[engine.data_parallel_rank :: engine.data_parallel_size])
+    assert result.tokens == 4
+    close(result.loss, expected, 2e-6, "loss")
+    same_everywhere(result.loss, "loss")
+    gradients: dict[str, torch.Tensor] = {name: tensor.grad for name, tensor in plain.weights.items() if tensor.grad is not None}
+    names = same_tensors(engine.canonical_gradients(), gradients, 4e-5, "gradient of")
+    assert everyones(names) == set(plain.weights)
+    close(engine.step(1e-2).grad_norm, plain.step(1e-2), 4e-5, "gradient norm")
+    same_tensors(engine.canonical_parameters(), {name: tensor.detach() for name, tensor in plain.weights.items()}, 4e-5, "weight")
+
+
 def precision(case: dict[str, Any]) -> None:
     """16-bit parameters, fp32 masters and moments, gradients of the returned loss although fp16 scales it."""
     engine = make_engine(case)
@@ -250,7 +270,7 @@ def refuses(case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    checks = {"train": train, "skip": skip, "literal_norm": literal_norm, "precision": precision, "refuses": refuses}
+    checks = {"train": train, "skip": skip, "literal_norm": literal_norm, "precision": precision, "refuses": refuses, "silent_rank": silent_rank}
     only = os.environ.get("ENGINE_CASE")
     for name, case in CASES[int(os.environ["WORLD_SIZE"])].items():
         if only and only not in name:
