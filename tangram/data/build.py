@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tangram.config.data import BasicParameters, PreprocessParameters
+from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
 from tangram.data.bad_samples import BadSampleReport, Skip
 from tangram.data.cache import TokenCache, forget, open_cache
@@ -50,8 +52,12 @@ def build_media(run: RunConfig) -> Media | None:
     Raises:
         ConfigError: as ``Media.from_config``.
     """
-    encoder = run.model.config.image_encoder
-    return Media.from_config(run.data.dataset_param.preprocess_parameters, encoder.vision_encoder) if encoder else None
+    return media_of(run.data.dataset_param.preprocess_parameters, run.model.config)
+
+
+def media_of(preprocess: PreprocessParameters, model: ModelConfig) -> Media | None:
+    """As ``build_media``, from its parts."""
+    return Media.from_config(preprocess, model.image_encoder.vision_encoder) if model.image_encoder else None
 
 
 def global_batch_size(run: RunConfig, data_parallel_size: int) -> int:
@@ -76,12 +82,25 @@ def build_encoder(run: RunConfig, family: Family, needs_pixels: bool) -> SampleE
         ConfigError: as the parts.
     """
     data = run.data.dataset_param
-    basic = data.basic_parameters
+    return encoder_of(data.basic_parameters, data.preprocess_parameters, run.model.config, family, cutoff(run), needs_pixels)
+
+
+def encoder_of(
+    basic: BasicParameters, preprocess: PreprocessParameters, model: ModelConfig, family: Family, cutoff: int, needs_pixels: bool
+) -> SampleEncoder:
+    """As ``build_encoder``, from its parts.
+
+    Args:
+        cutoff: longest sample, tokens.
+
+    Raises:
+        ConfigError: as the parts.
+    """
     return SampleEncoder(
-        load_tokenizer(data.preprocess_parameters.model_name_or_path, run.model.config),
+        load_tokenizer(preprocess.model_name_or_path, model),
         select_template(basic, family),
-        build_media(run),
-        cutoff(run),
+        media_of(preprocess, model),
+        cutoff,
         truncation=basic.truncation,
         train_on_prompt=basic.train_on_prompt,
         mask_history=basic.mask_history,

@@ -80,7 +80,6 @@ def _check_streaming(run: RunConfig) -> None:
         "packing": basic.packing,
         "token_budget": loading.token_budget is not None,
         "balance_vision": loading.balance_vision,
-        "val_rate": basic.val_rate is not None,
         "cache_dir": basic.cache_dir is not None,
     }
     asked = [name for name, wanted in wishes.items() if wanted]

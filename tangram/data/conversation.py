@@ -47,3 +47,7 @@ class Conversation:
     videos: tuple[Video, ...] = ()
     tools: str | None = None
     """JSON list of tool descriptions, as the record gives it."""
+
+    def media_paths(self) -> list[str]:
+        """Files of the images, then those of the videos."""
+        return [*self.images, *(path for video in self.videos for path in video.paths)]

@@ -85,7 +85,7 @@ class MicroBatchSource:
             conversation = self.dataset[sample]
         except DataError as fault:
             return f"sample {sample} ({fault})"
-        media = media_paths(conversation)
+        media = conversation.media_paths()
         files = f": {', '.join(media[:3])}{f' and {len(media) - 3} more' if len(media) > 3 else ''}" if media else ""
         return f"sample {sample} ({conversation.where}{files})"
 
@@ -119,8 +119,3 @@ class MicroBatchSource:
         if not self.keep_pixels:
             encoded.image_pixels = encoded.video_pixels = None
         return encoded
-
-
-def media_paths(conversation: Conversation) -> list[str]:
-    """Files of a conversation's images and videos."""
-    return [*conversation.images, *(path for video in conversation.videos for path in video.paths)]

@@ -11,11 +11,9 @@ from pydantic import Field
 
 from tangram.config.data import BasicParameters, DatasetAttr, PreprocessParameters
 from tangram.config.parsing import Section, merge, parse_section, read_mapping
+from tangram.data.build import encoder_of
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import SampleEncoder
-from tangram.data.media import Media
-from tangram.data.template import select_template
-from tangram.data.tokenizer import load_tokenizer
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,17 +102,7 @@ def _encoding(
         model = family.from_hf_config(hf)
     else:
         family = get_family(model.model_id)
-    vision = model.image_encoder.vision_encoder if model.image_encoder else None
-    encoder = SampleEncoder(
-        load_tokenizer(preprocess.model_name_or_path, model),
-        select_template(basic, family),
-        Media.from_config(preprocess, vision) if vision else None,
-        cutoff,
-        truncation=basic.truncation,
-        train_on_prompt=basic.train_on_prompt,
-        mask_history=basic.mask_history,
-        needs_pixels=needs_pixels,
-    )
+    encoder = encoder_of(basic, preprocess, model, family, cutoff, needs_pixels)
     return Encoding(encoder, family, model)
 
 

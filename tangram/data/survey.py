@@ -13,7 +13,7 @@ from typing import Any
 from tangram.data.conversation import Conversation, Video
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import IGNORE, SampleEncoder
-from tangram.data.images import open_image
+from tangram.data.images import decode_rgb, open_image
 from tangram.data.media import Media
 from tangram.data.walk import Died, walk
 from tangram.errors import DataError
@@ -196,7 +196,7 @@ class _Examiner:
             return _Found((_fault(index, RECORD, str(fault)),))
         faults = [_fault(index, MEDIA, message, subject, sample.where) for subject, message in self._media_faults(sample)]
         digest = _digest((sample.system, sample.messages, sample.images, sample.videos, sample.tools))
-        media = tuple(_digest(path) for path in (*sample.images, *(path for video in sample.videos for path in video.paths)))
+        media = tuple(map(_digest, sample.media_paths()))
         if faults or self.encoder is None:
             return _Found(tuple(faults), digest, media)
         try:
@@ -246,12 +246,8 @@ def _check_medium(medium: str | Video, media: Media | None, decode: bool) -> Non
             media.image_pixels(medium, "")
         return
     with open_image(medium) as image:
-        if not decode:
-            return
-        try:
-            image.load()
-        except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"{medium}: cannot decode this image ({error}); replace the file") from None
+        if decode:
+            decode_rgb(image, medium)
 
 
 def _digest(value: object) -> int:

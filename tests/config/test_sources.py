@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,22 @@ def test_tools_file(tmp_path: Path) -> None:
 
 def test_the_page_of_public_keys_is_current() -> None:
     assert (EXAMPLES.parents[1] / "docs" / "public-keys.md").read_text() == keys_markdown()
+
+
+def test_the_example_of_the_page_of_data_json_passes_the_check(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tangram.config.preflight import check_run
+
+    page = (EXAMPLES.parents[1] / "docs" / "data-json.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    files.data = json.loads(example)
+    folder = files.write()
+    parameters = files.data["dataset_param"]
+    for path, target in (
+        (parameters["preprocess_parameters"]["model_name_or_path"], "tokenizer"),
+        (parameters["basic_parameters"]["dataset"], "samples.json"),
+    ):
+        (folder / path).parent.mkdir()
+        (folder / path).symlink_to(folder / target)
+    monkeypatch.chdir(folder)
+    found = check_run(files.run("--seq-length", "2048", "--eval-interval", "2", "--eval-iters", "1"), None)
+    assert not found.errors
