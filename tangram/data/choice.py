@@ -68,8 +68,19 @@ def check_choices(run: RunConfig) -> None:
             f"basic_parameters.bad_samples_report {basic.bad_samples_report} stays empty as long as bad_samples is fail; "
             "set bad_samples to skip, or remove the report"
         )
-    if basic.overwrite_cache and basic.cache_dir is None:
-        raise ConfigError("basic_parameters.overwrite_cache does nothing without cache_dir; give cache_dir, or remove it")
+    _check_effects(run)
+
+
+def _check_effects(run: RunConfig) -> None:
+    """Refuse keys that need another one which is not given."""
+    basic = run.data.dataset_param.basic_parameters
+    for key, given, needed, there in (
+        ("overwrite_cache", basic.overwrite_cache, "cache_dir", basic.cache_dir is not None),
+        ("val_max_samples", basic.val_max_samples is not None, "val_dataset or val_rate", has_validation(run)),
+        ("packing_strategy", basic.packing_strategy != "knapsack", "packing", basic.packing),
+    ):
+        if given and not there:
+            raise ConfigError(f"basic_parameters.{key} does nothing without {needed}; give {needed}, or remove it")
 
 
 def _check_streaming(run: RunConfig) -> None:

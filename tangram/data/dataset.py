@@ -255,8 +255,10 @@ def _select(samples: StoredSamples, basic: BasicParameters, is_train: bool, seed
         start += length
     if basic.val_rate is not None:
         parts = _one_side(parts, basic.val_rate, is_train, seed)
-    if is_train and basic.mix_strategy != "concat" and len(parts) > 1:
-        shares = mixing.read_shares(basic.interleave_probs, len(parts))
+    is_mixed = is_train and basic.mix_strategy != "concat"
+    # Read for one dataset too: shares of datasets that are not there are a mistake.
+    shares = mixing.read_shares(basic.interleave_probs, len(parts)) if is_mixed else []
+    if is_mixed and len(parts) > 1:
         numbers, indices = mixing.interleave([len(part) for part in parts], shares, seed, until_last=basic.mix_strategy == "interleave_over")
         logger.info("%s: %d samples of %d datasets, shares %s", basic.mix_strategy, len(numbers), len(parts), shares)
         return array("q", (parts[number][index] for number, index in zip(numbers, indices, strict=True)))

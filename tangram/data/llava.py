@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from tangram.checkpoints.publish import new_file
 from tangram.data.conversation import IMAGE_PLACEHOLDER
+from tangram.data.formats.columns import short
 from tangram.data.json_stream import Progress, json_values
 from tangram.errors import DataError
 
@@ -196,12 +197,12 @@ class _Conversion:
         names = self._names(index, record)
         turns = record.get("conversations")
         if not isinstance(turns, list) or not turns:
-            raise self._fault(index, record, f"'conversations' must be a list of messages, got {_short(turns)}")
+            raise self._fault(index, record, f"'conversations' must be a list of messages, got {short(turns)}")
         messages, marks = [], 0
         for number, turn in enumerate(turns):
             role, content = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
             if not isinstance(role, str) or not isinstance(content, str):
-                raise self._fault(index, record, f"message {number}: needs the strings 'from' and 'value', got {_short(turn)}")
+                raise self._fault(index, record, f"message {number}: needs the strings 'from' and 'value', got {short(turn)}")
             if role not in ROLES:
                 raise self._fault(index, record, f"message {number}: role {role!r}; the roles are {' and '.join(map(repr, ROLES))}")
             marks += content.count(IMAGE_PLACEHOLDER)
@@ -217,7 +218,7 @@ class _Conversion:
             return []
         names = [image] if isinstance(image, str) else image
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise self._fault(index, record, f"'image' must be a name or a list of names, got {_short(image)}")
+            raise self._fault(index, record, f"'image' must be a name or a list of names, got {short(image)}")
         return names
 
     def _require_images(self, written: int) -> None:
@@ -250,8 +251,3 @@ class _Conversion:
 
     def _fault(self, index: int, record: dict[str, Any], what: str) -> DataError:
         return DataError(f"{self.source}: record {index} (id {record.get('id')!r}): {what}")
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING
 
 from tangram.data.encode import IGNORE, EncodedSample
 from tangram.data.media import Medium
 from tangram.errors import DataError
-
-if TYPE_CHECKING:
-    pass
 
 HEAD = struct.Struct("<BIIII")
 MEDIUM = struct.Struct("<iiidI")

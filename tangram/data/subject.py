@@ -78,7 +78,9 @@ def build_subject(options: SubjectOptions, needs_pixels: bool) -> Subject:
         first = Path(options.dataset.split(",")[0].strip())
         given["dataset_dir"] = str(first if first.is_dir() else first.parent)
     # Every sample is looked at, those that validation sets aside too.
-    whole = {"streaming": False, "val_rate": None}
+    whole: dict[str, Any] = {"streaming": False, "val_rate": None}
+    if options.dataset is not None:
+        whole |= {"mix_strategy": "concat", "interleave_probs": None}  # The file's shares are those of its own datasets.
     basic = parse_section(BasicParameters, merge(source.basic, {key: value for key, value in given.items() if value is not None} | whole), "data")
     dataset = ConversationDataset.from_config(basic, source.attr or DatasetAttr(), "train", 0)
     folder = options.tokenizer or source.preprocess.get("model_name_or_path")

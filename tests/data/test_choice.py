@@ -36,6 +36,8 @@ MakeRun = Callable[..., RunConfig]
         ({"streaming": True, "cache_dir": "c"}, {}, {}, "and cache_dir needs the whole dataset"),
         ({"cutoff_len": 300}, {}, {}, r"cutoff_len 300 is larger than seq_length 256; "),
         ({"overwrite_cache": True}, {}, {}, "overwrite_cache does nothing without cache_dir"),
+        ({"val_max_samples": 3}, {}, {}, "val_max_samples does nothing without val_dataset or val_rate; give val_dataset or val_rate, or remove it"),
+        ({"packing_strategy": "sequential"}, {}, {}, "packing_strategy does nothing without packing; give packing, or remove it"),
     ],
 )
 def test_wishes_that_exclude_each_other(

@@ -293,6 +293,14 @@ def test_a_stream_that_is_empty_is_told_so_at_the_start(numbered: Numbered, tmp_
         configured(tmp_path, dataset=f"{numbered('x.json', 0)},{numbered('y.json', 0)}", streaming=True)
 
 
+def test_shares_of_datasets_that_are_not_there_are_refused(numbered: Numbered, tmp_path: Path) -> None:
+    keys = {"dataset": numbered("x.json", 9), "mix_strategy": "interleave_over", "val_dataset": numbered("y.json", 4)}
+    with pytest.raises(DataError, match="interleave_probs '0.7,0.3': 2 shares but dataset names 1 datasets"):
+        configured(tmp_path, **keys, interleave_probs="0.7,0.3")
+    assert len(configured(tmp_path, **keys, interleave_probs="1")) == 9
+    assert len(configured(tmp_path, "valid", **keys, interleave_probs="0.7,0.3")) == 4, "evaluation is not mixed"
+
+
 def test_parquet_files_tell_their_length_at_once(tmp_path: Path, record: Record) -> None:
     for name in ("a", "b"):
         table = pa.table({"messages": [record(f"{name}{i}", "a")["messages"] for i in range(4)]})
