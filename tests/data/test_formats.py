@@ -127,6 +127,12 @@ def test_tools_and_their_answers_take_turns(read: Read) -> None:
     assert sample.tools is None
 
 
+def test_roles_of_tools_under_names_of_ones_own(read: Read) -> None:
+    pairs = [("human", "Weather?"), ("calls", '{"name": "w", "arguments": {}}'), ("result", "rain"), ("gpt", "Rain.")]
+    (sample,) = read({"conversations": turns("from", "value", *pairs)}, observation_tag="result", function_tag="calls")
+    assert [message.role for message in sample.messages] == ["user", "function_call", "observation", "assistant"]
+
+
 @pytest.mark.parametrize(("value", "want"), [(None, None), ("", None), ([], None), ([{"name": "é"}], '[{"name": "é"}]')])
 def test_tools_may_be_a_list(read: Read, record: Record, value: Any, want: str | None) -> None:
     assert read(record("q", "a", tools=value), tools="tools")[0].tools == want

@@ -208,3 +208,15 @@ def test_a_config_file_gives_what_is_not_given(tmp_path: Path, bad_dataset: str,
     assert "truncated at 300 tokens" in capsys.readouterr().out
     assert main(["data", "check", "--config", str(tmp_path / "run.json"), "--cutoff", "310", "--workers", "1"]) == 1
     assert "truncated at 310 tokens" in capsys.readouterr().out
+
+
+def test_a_dataset_of_ones_own_is_not_mixed_as_that_of_the_file(
+    tmp_path: Path, model_dir: Path, record: Record, write_json: Callable[..., str]
+) -> None:
+    """The shares of data.json are those of its two datasets."""
+    names = [write_json([record(f"{name}{number}", "a") for number in range(3)], f"{name}.json") for name in "xyz"]
+    basic = {"dataset": ",".join(names[:2]), "mix_strategy": "interleave_over", "interleave_probs": "0.5,0.5"}
+    data = {"dataset_param": {"preprocess_parameters": {"model_name_or_path": str(model_dir)}, "basic_parameters": basic}}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    subject = build_subject(SubjectOptions(dataset=names[2], config=str(tmp_path / "config.json")), needs_pixels=False)
+    assert [sample.messages[0].content for sample in subject.dataset] == ["z0", "z1", "z2"]
