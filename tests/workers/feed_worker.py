@@ -1,7 +1,7 @@
 """Several ``tangram train`` runs one after another in the ranks of one launch: ``feed_worker.py FEEDS.json``.
 
-FEEDS.json: ``{"run_file": path, "folder": path, "feeds": {name: [override, ...]}}``. Each run leaves ``folder/name.jsonl``, its metrics, and each rank
-``folder/name.RANK.json``, how many images and videos it decoded itself.
+FEEDS.json: ``{"run_file": path, "folder": path, "feeds": {name: [override, ...]}}``. Each run leaves ``folder/name.jsonl``, its metrics, and each
+rank ``folder/name.RANK.json``, how many images and videos it decoded itself.
 
 As under torchrun, a store outlives the runs, and a run knows its keys by the number of the restart.
 """
