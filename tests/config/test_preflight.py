@@ -14,6 +14,7 @@ import pytest
 
 from tangram.config.preflight import Report, check_run
 from tangram.config.yaml_config import read_run
+from tangram.data.check import check_data
 from tangram.errors import ConfigError, DataError, TangramError
 from tests.config.conftest import EXAMPLES, PROCESSOR, Files
 
@@ -187,9 +188,12 @@ def test_videos_for_a_model_that_takes_images_alone(files: Files, tiny_hf: Calla
     files.samples[3]["videos"] = ["clip.mp4"]
     files.samples[3]["messages"][0]["content"] = "<video>What is it?"
     content = {"backend": "megatron", "model": {"hf_dir": hf}, "data": files.data, "training": {"train_iters": 10, "lr": 1e-3, "seq_length": 64}}
-    found = check_run(read_run(files.run_file(json.dumps(content))), None)
-    (error,) = [finding.error for finding in found.findings if finding.rule == "samples"]
-    assert str(error).endswith("samples.json, record 3: holds 1 videos but this model takes no videos; remove the sample")
+    run = read_run(files.run_file(json.dumps(content)))
+    with pytest.raises(DataError, match=r"samples\.json, record 3: holds 1 videos but this model takes no videos; remove the sample"):
+        check_data(run, read_headers=False)
+    files.data["dataset_param"]["basic_parameters"]["bad_samples"] = "skip"
+    said = check_data(read_run(files.run_file(json.dumps(content))), read_headers=False)
+    assert said.endswith("; 1 of 8 samples of train cannot be used and will be skipped")
 
 
 def test_virtual_stages(files: Files) -> None:
