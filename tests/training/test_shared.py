@@ -9,7 +9,7 @@ import pytest
 from tests.trial import Trial, metrics, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-PACKED = ["data.dataset_param.basic_parameters.packing=true", "training.micro_batch_size=1", "training.global_batch_size=2", "training.train_iters=2"]
+PACKED = ["data.dataset_param.basic_parameters.packing=true", "training.micro_batch_size=1", "training.global_batch_size=2", "training.train_iters=3"]
 WORKERS = "data.dataset_param.basic_parameters.preprocessing_num_workers=2"
 SCRIPT = """
 import os, signal, sys
@@ -51,7 +51,7 @@ def test_one_rank_tokenises_and_says_how_far_it_is(trial: Trial, script: Path, f
     outcome = run(folder / "log", command, 2).succeeded()
     assert outcome.output.count("sizes on rank") == 1 == outcome.outputs[0].count("sizes on rank 0")
     assert outcome.output.count("tokenised 32 of 40 samples") == 1 and "tokenised 40 of 40 samples" in outcome.outputs[0]
-    assert len(metrics(folder / "m")) == 2
+    assert len(metrics(folder / "m")) == 3
 
 
 def test_the_death_of_what_tokenises_ends_all_ranks_with_one_line(trial: Trial, script: Path, folder: Path) -> None:
@@ -66,5 +66,5 @@ def test_the_death_of_what_tokenises_ends_all_ranks_with_one_line(trial: Trial, 
     outcome = run(folder / "log", command, 2)
     assert all(outcome.codes) and "Traceback" not in outcome.output, outcome.output[-3000:]
     (line,) = outcome.errors()
-    assert "[rank 0] a process that tokenises was killed while samples 0 to 39 were in work; out of memory? lower preprocessing_num_workers" in line
+    assert "error: a process that tokenises was killed while samples 0 to 39 were in work; out of memory? lower preprocessing_num_workers" in line
     assert outcome.seconds < 100

@@ -2,8 +2,6 @@
 
 FEEDS.json: ``{"run_file": path, "folder": path, "feeds": {name: [override, ...]}}``. Each run leaves ``folder/name.jsonl``, its metrics, and each
 rank ``folder/name.RANK.json``, how many images and videos it decoded itself.
-
-As under torchrun, a store outlives the runs, and a run knows its keys by the number of the restart.
 """
 
 from __future__ import annotations
@@ -34,31 +32,29 @@ def counted(name: str, read: Callable[..., Any]) -> Any:
 
 
 def run(job: dict[str, Any]) -> int:
-    """Ends with the status of the first run that fails."""
-    for number, (name, overrides) in enumerate(job["feeds"].items()):
+    """Ends with the status of the first run that fails. As under torchrun, each run has a store of its own, which outlives it."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    common = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    stores = []
+    for name, overrides in job["feeds"].items():
+        if rank == 0:
+            stores.append(TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
+            common.set(f"port/{name}", str(stores[-1].port))
+        os.environ["MASTER_PORT"] = common.get(f"port/{name}").decode()
         decoded.update(images=0, videos=0)
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         sys.stdout.write(f"feed {name}\n")
         status = main(["train", job["run_file"], f"training.metrics_file={job['folder']}/{name}.jsonl", *overrides])
         if status:
             return status
-        Path(job["folder"], f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(decoded))
+        Path(job["folder"], f"{name}.{rank}.json").write_text(json.dumps(decoded))
+    common.set(f"through/{rank}", "1")
+    if rank == 0:
+        common.wait([f"through/{other}" for other in range(ranks)])
     return 0
-
-
-def with_store(job: dict[str, Any]) -> int:
-    """``run``; rank 0 holds the store until all ranks are through."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    status = run(job)
-    store.set(f"through/{rank}", "1")
-    if rank == 0 and status == 0:
-        store.wait([f"through/{other}" for other in range(ranks)])
-    return status
 
 
 if __name__ == "__main__":
     Media.image_pixels = counted("images", Media.image_pixels)  # type: ignore[method-assign]
     Media.video_pixels = counted("videos", Media.video_pixels)  # type: ignore[method-assign]
-    sys.exit(with_store(json.loads(Path(sys.argv[1]).read_text())))
+    sys.exit(run(json.loads(Path(sys.argv[1]).read_text())))
