@@ -132,7 +132,12 @@ def batch(subject: Subject) -> str:
         below = total - total % unit
         near = f"{below} or {below + unit}" if below else f"{unit}"
         raise ConfigError(f"global_batch_size {total} is not a multiple of {shown}; use {near}")
-    return f"{total} samples" if replicas is None else f"{total} samples = {micro} x DP {replicas} x {total // unit} micro-batches"
+    data = subject.run.data
+    budget, packing = data.dataloader_param.token_budget, data.dataset_param.basic_parameters.packing
+    if budget is not None:
+        return f"{total} samples, in micro-batches of up to {budget} tokens"
+    what = f"{total} {'packed rows' if packing else 'samples'}"
+    return what if replicas is None else f"{what} = {micro} x DP {replicas} x {total // unit} micro-batches"
 
 
 def interleaving(subject: Subject) -> str:
@@ -147,7 +152,9 @@ def interleaving(subject: Subject) -> str:
             f"virtual_pipeline_model_parallel_size {virtual} needs pipeline_model_parallel_size of at least 2, got 1; raise it, or leave out "
             "virtual stages"
         )
-    if subject.global_batch is not None and subject.data_parallel is not None:
+    # A token budget makes micro-batches of its own, and empty ones until their number fits.
+    budget = subject.run.data.dataloader_param.token_budget
+    if budget is None and subject.global_batch is not None and subject.data_parallel is not None:
         micro, total, replicas = subject.run.training.micro_batch_size, subject.global_batch, subject.data_parallel
         micro_batches = total // (micro * replicas)
         if micro_batches % pipeline:

@@ -19,9 +19,9 @@ from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import SampleEncoder
 from tangram.data.loader import StepLoader
 from tangram.data.media import Media
-from tangram.data.orders.choice import streaming_order, training_order
+from tangram.data.orders.choice import streaming_order, training_order, validation_order
 from tangram.data.orders.packed import PackedOrder
-from tangram.data.sampler import GlobalOrder, Order
+from tangram.data.sampler import Order
 from tangram.data.sizes import SampleSizes, compute_sizes
 from tangram.data.source import MicroBatchSource
 from tangram.data.template import select_template
@@ -235,7 +235,7 @@ def build_order(
     """
     size = global_batch_size(run, data_parallel_size)
     if split == "valid":
-        return GlobalOrder(len(source.dataset), size, seed=run.training.seed, tail="pad", endless=False)
+        return validation_order(run, size, len(source.dataset))
     if run.data.dataset_param.basic_parameters.streaming:
         return streaming_order(run, size, source.dataset.has)
     sizes = sizes_of(run, source, share, report) if needs_sizes(run) else None

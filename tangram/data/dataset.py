@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 CHECKED_OF_STREAM = 1000
 """Samples of a streamed dataset that ``check`` looks at."""
+KINDS = ("image", "video")
+"""Kinds of media that samples hold."""
 
 
 class ConversationDataset:
@@ -129,34 +131,35 @@ class ConversationDataset:
                 raise content
             yield content
 
-    def faults(self, media: Media | None = None, *, files: bool = True) -> Iterator[tuple[int, DataError]]:
+    def faults(self, media: Media | None = None, *, files: bool = True, kinds: Container[str] = KINDS) -> Iterator[tuple[int, DataError]]:
         """Index and fault of every sample that cannot be used, one each.
 
         Args:
             media: given: the header of every file is read too, which finds what is no image or video, or too thin.
             files: whether media files must be there.
+            kinds: what the model takes, of "image" and "video".
 
         Raises:
             DataError: a streamed file that is damaged, where the damage is reached: behind it no record can be told from the next.
         """
-        seen = _MediaFiles(media)
+        seen = _MediaFiles(media, kinds)
         for index, content in enumerate(self._walk()):
             fault = content if isinstance(content, DataError) else seen.fault(content) if files else None
             if fault is not None:
                 yield index, fault
 
-    def check(self, media: Media | None = None) -> None:
+    def check(self, media: Media | None = None, kinds: Container[str] = KINDS) -> None:
         """Check the format of every record, its placeholders against its media, and that the media files are there; nothing is decoded.
 
         Of a streamed dataset the first 1,000 samples are checked.
 
         Args:
-            media: as in ``faults``.
+            media, kinds: as in ``faults``.
 
         Raises:
             DataError: the first fault, with how many media files are missing in all where that is the fault.
         """
-        seen = _MediaFiles(media)
+        seen = _MediaFiles(media, kinds)
         for content in islice(self._walk(), CHECKED_OF_STREAM if self.samples.streaming else None):
             fault = content if isinstance(content, DataError) else seen.fault(content)
             if fault is not None and not isinstance(fault, MissingFile):
@@ -189,8 +192,9 @@ class MissingFile(DataError):
 class _MediaFiles:
     """Looks for media files, once each."""
 
-    def __init__(self, media: Media | None) -> None:
+    def __init__(self, media: Media | None, kinds: Container[str]) -> None:
         self._media = media
+        self._kinds = kinds
         self.there: dict[str, bool] = {}
         self._good: set[str | Video] = set()
         """Images and videos whose headers have been read."""
@@ -202,6 +206,9 @@ class _MediaFiles:
 
     def fault(self, sample: Conversation) -> DataError | None:
         """What is wrong with the media of a sample, if anything."""
+        for kind, given in (("image", sample.images), ("video", sample.videos)):
+            if given and kind not in self._kinds:
+                return DataError(f"{sample.where}: holds {len(given)} {kind}s but this model takes no {kind}s; remove the sample")
         found: DataError | None = None
         for kind, path in [*(("image", path) for path in sample.images), *(("video", path) for video in sample.videos for path in video.paths)]:
             if path not in self.there:

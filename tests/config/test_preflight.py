@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tangram.config.preflight import Report, check_run
+from tangram.config.yaml_config import read_run
+from tangram.data.check import check_data
 from tangram.errors import ConfigError, DataError, TangramError
 from tests.config.conftest import EXAMPLES, PROCESSOR, Files
 
@@ -131,9 +134,7 @@ def test_vocabulary(files: Files) -> None:
     found = report(files, "--make-vocab-size-divisible-by", "128", "--tensor-model-parallel-size", "2")
     assert next(f.detail for f in found.findings if f.rule == "vocabulary") == "320 rows padded to 512"
     files.model["img_context_token_id"] = 320  # rows are 0..319
-    assert (
-        fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 320; correct the ids or vocab_size"
-    )
+    assert fault(files) == "text_decoder.vocab_size is 320, so the model has no embedding for img_context_token_id 320; correct the ids or vocab_size"
     files.model["img_context_token_id"] = 311
     assert "special token ids must differ, got img_context_token_id 311, video_token_id 311" in fault(files)
 
@@ -153,6 +154,48 @@ def test_batch(files: Files) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("packing", "budget", "found"),
+    [
+        (True, None, "4 packed rows = 1 x DP 2 x 2 micro-batches"),
+        (False, 64, "4 samples, in micro-batches of up to 64 tokens"),
+        (True, 64, "4 samples, in micro-batches of up to 64 tokens"),
+    ],
+)
+def test_what_a_global_batch_counts(files: Files, packing: bool, budget: int | None, found: str) -> None:
+    files.data["dataset_param"]["basic_parameters"]["packing"] = packing
+    files.data["dataloader_param"] = {"token_budget": budget}
+    details = {finding.rule: finding.detail for finding in report(files, "--global-batch-size", "4", world=2).findings}
+    assert details["global batch"] == found
+    shown = "micro_batch_size 1 x data-parallel size 2 = 2"
+    assert fault(files, "--global-batch-size", "3", world=2) == f"global_batch_size 3 is not a multiple of {shown}; use 2 or 4"
+
+
+def test_streaming_with_what_needs_all_samples(files: Files) -> None:
+    files.data["dataset_param"]["basic_parameters"]["streaming"] = True
+    assert not report(files).errors
+    files.samples[7]["images"] = ["cat.png"]
+    assert "record 7: 0 <image> placeholders but 1 images" in fault_of(files, "samples"), "the first 1,000 are looked at"
+    files.samples[7]["images"] = []
+    files.data["dataloader_param"] = {"token_budget": 64}
+    assert "streaming reads samples in file order without looking ahead, and token_budget needs the whole dataset" in fault_of(files, "samples")
+
+
+def test_videos_for_a_model_that_takes_images_alone(files: Files, tiny_hf: Callable[[str], Path]) -> None:
+    hf = str(tiny_hf("llava"))
+    (files.folder / "clip.mp4").write_bytes(b"")
+    files.data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = hf
+    files.samples[3]["videos"] = ["clip.mp4"]
+    files.samples[3]["messages"][0]["content"] = "<video>What is it?"
+    content = {"backend": "megatron", "model": {"hf_dir": hf}, "data": files.data, "training": {"train_iters": 10, "lr": 1e-3, "seq_length": 64}}
+    run = read_run(files.run_file(json.dumps(content)))
+    with pytest.raises(DataError, match=r"samples\.json, record 3: holds 1 videos but this model takes no videos; remove the sample"):
+        check_data(run, read_headers=False)
+    files.data["dataset_param"]["basic_parameters"]["bad_samples"] = "skip"
+    said = check_data(read_run(files.run_file(json.dumps(content))), read_headers=False)
+    assert said.endswith("; 1 of 8 samples of train cannot be used and will be skipped")
+
+
 def test_virtual_stages(files: Files) -> None:
     split(files, [[4], [0]], [[2], [2]])
     assert "virtual_pipeline_model_parallel_size 2 needs pipeline_model_parallel_size of at least 2, got 1" in fault(
@@ -166,6 +209,8 @@ def test_virtual_stages(files: Files) -> None:
         in message
     )
     assert not report(files, *flags, "8", world=4).errors
+    files.data["dataloader_param"] = {"token_budget": 64}
+    assert not report(files, *flags, "6", world=4).errors, "empty micro-batches fill up"
     split(files, [4, 0], [2, 2])
     assert "virtual_pipeline_model_parallel_size 1 is no interleaving" in fault(files, *PP2, "--virtual-pipeline-model-parallel-size", "1")
 

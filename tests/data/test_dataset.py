@@ -137,6 +137,17 @@ def test_check_and_faults_agree_on_media_files(record: Record, write_json: Write
         dataset(str(tmp_path / "data.json"), tmp_path).check(headers)
 
 
+def test_media_that_the_model_does_not_take_are_found_before_the_run(record: Record, write_json: Write, tmp_path: Path) -> None:
+    good = picture(tmp_path / "good.png")
+    records = [record("<image>q", "a", images=[good]), record("q", "a"), record("<video>q", "a", videos=[[good]])]
+    data = dataset(write_json(records), tmp_path)
+    data.check()
+    assert [index for index, _ in data.faults(kinds=["image"])] == [2]
+    assert [index for index, _ in data.faults(kinds=[])] == [0, 2]
+    with pytest.raises(DataError, match="record 2: holds 1 videos but this model takes no videos; remove the sample"):
+        data.check(kinds=["image"])
+
+
 # What data.json says
 
 

@@ -14,7 +14,7 @@ from tangram.config.data import Tail
 from tangram.config.run import ParallelConfig, RunConfig
 from tangram.data.orders.balance import BalancedOrder
 from tangram.data.orders.budget import BudgetOrder
-from tangram.data.orders.choice import streaming_order, training_order
+from tangram.data.orders.choice import streaming_order, training_order, validation_order
 from tangram.data.orders.grouped import BucketOrder, LengthGroupedOrder
 from tangram.data.orders.packed import PackedOrder
 from tangram.data.orders.streaming import StreamingOrder
@@ -303,7 +303,9 @@ def test_interleaved_pipelines_get_their_multiple_of_micro_batches(make_run: Cal
     run = make_run("any.json", loading={"token_budget": 120}, seed=9)
     for virtual, multiple in ((None, 1), (2, 4)):
         parallel = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=virtual)
-        assert len(training_order(run.model_copy(update={"parallel": parallel}), 1, 11, 100, random_sizes(11, 2)).step(0, 1, 0, 1)) == multiple
+        interleaved = run.model_copy(update={"parallel": parallel})
+        for order in (training_order(interleaved, 1, 11, 100, random_sizes(11, 2)), validation_order(interleaved, 1, 11)):
+            assert len(order.step(0, 1, 0, 1)) == multiple
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad", "continue"])

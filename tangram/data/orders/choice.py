@@ -1,4 +1,4 @@
-"""The order of training that a run's data.json asks for."""
+"""The orders of training and validation that a run's data.json asks for."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def training_order(run: RunConfig, global_batch_size: int, num_samples: int, cut
     else:
         order = _of_samples(run, global_batch_size, sizes)
     if loading.token_budget is not None:
-        interleaved = run.parallel.virtual_pipeline_model_parallel_size is not None
         order = BudgetOrder(
             order,
             sizes,
@@ -60,9 +59,27 @@ def training_order(run: RunConfig, global_batch_size: int, num_samples: int, cut
             packing=basic.packing,
             strategy=basic.packing_strategy,
             pad_to_multiple_of=loading.pad_to_multiple_of,
-            micro_batches_multiple_of=run.parallel.pipeline_model_parallel_size if interleaved else 1,
+            micro_batches_multiple_of=micro_batches_multiple_of(run),
         )
     return BalancedOrder(order, sizes.patches) if loading.balance_vision else order
+
+
+def validation_order(run: RunConfig, global_batch_size: int, num_samples: int) -> Order:
+    """File order, once; the last global batch is filled up with empty rows.
+
+    A token budget cuts training alone, so with it ``global_batch_size`` need not give each rank the micro-batches that an interleaved pipeline needs.
+
+    Raises:
+        DataError: no samples.
+    """
+    order = GlobalOrder(num_samples, global_batch_size, seed=run.training.seed, tail="pad", endless=False)
+    order.micro_batches_multiple_of = micro_batches_multiple_of(run)
+    return order
+
+
+def micro_batches_multiple_of(run: RunConfig) -> int:
+    """What each rank's number of micro-batches must be a multiple of: an interleaved pipeline's size."""
+    return run.parallel.pipeline_model_parallel_size if run.parallel.virtual_pipeline_model_parallel_size is not None else 1
 
 
 def _of_samples(run: RunConfig, global_batch_size: int, sizes: SampleSizes) -> Order:
