@@ -17,9 +17,9 @@ How a picture is read, everywhere in Tangram:
 from __future__ import annotations
 
 import math
-import os
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.config.data import PreprocessParameters
@@ -151,7 +151,7 @@ def open_image(path: str, where: str = "") -> Image.Image:
 
 def _never_ends(path: str) -> bool:
     """Whether opening or reading ``path`` may wait, or go on, for ever."""
-    mode = os.stat(path).st_mode
+    mode = Path(path).stat().st_mode
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
