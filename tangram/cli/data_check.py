@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.cli.parser import Parser
+from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +41,18 @@ def subject_options(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name) for name in ("dataset", "config", "dataset_dir", "tokenizer", "template", "cutoff", "family")}
 
 
+def check_output(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written before the work that it is for.
+
+    Raises:
+        ConfigError: ``path`` is a folder, or lies in none.
+    """
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option} {path}: a folder; give the path of a file")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or give another path")
+
+
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to the parser of ``tangram data``."""
     parser = subparsers.add_parser("check", help=HELP, description=HELP, epilog=EPILOG)
@@ -46,13 +60,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_subject_arguments(parser)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes (one a core); 0: this one alone")
     parser.add_argument("--headers-only", action="store_true", help="read only the headers of media files")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found, every sample by number")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found, every sample by number")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where a sample cannot be used."""
     import json
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -60,21 +73,21 @@ def run(args: argparse.Namespace) -> int:
     from tangram.config.parsing import parse_section
     from tangram.data.subject import SubjectOptions, build_subject
     from tangram.data.survey import survey
-    from tangram.errors import ConfigError
 
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers} must be at least 0")
+    check_output("--json", args.json)
     options = parse_section(SubjectOptions, subject_options(args), "check", names={"cutoff": "--cutoff"})
     subject = build_subject(options, needs_pixels=False)
     encoder = subject.encoding.encoder if subject.encoding else None
     with count_progress("check") as progress:
         found = survey(subject.dataset, encoder, decode=not args.headers_only, workers=args.workers, progress=progress)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     console = Console()
     if not console.is_terminal:
         console.width = 10_000  # one line per kind, for logs and grep
     _show(console, found, subject.encoding)
+    if args.json:
+        args.json.write_text(json.dumps(found.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if found.faults else 0
 
 

@@ -37,11 +37,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the sample, and write the page where one is wanted."""
     from rich.console import Console
 
-    from tangram.cli.data_check import subject_options
+    from tangram.cli.data_check import check_output, subject_options
     from tangram.config.parsing import parse_section
     from tangram.data.show import view_sample
     from tangram.data.subject import SubjectOptions, build_subject
 
+    check_output("--html", args.html)
     options = parse_section(SubjectOptions, subject_options(args), "show", names={"cutoff": "--cutoff"})
     view = view_sample(build_subject(options, needs_pixels=True), args.number)
     console = Console()

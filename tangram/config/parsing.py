@@ -47,7 +47,7 @@ def _joined(value: Any) -> Any:
 
 
 def _resolve_each(value: str, info: ValidationInfo) -> str:
-    return ",".join(_resolve_name(part.strip(), info) for part in value.split(","))
+    return ",".join(_resolve_name(part.strip(), info) for part in value.split(",") if part.strip())
 
 
 def _resolve_name(value: str, info: ValidationInfo) -> str:

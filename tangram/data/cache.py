@@ -130,10 +130,13 @@ def open_cache(cache_dir: Path, key: Mapping[str, Any], chunks: Chunks, patience
         patience: seconds without progress after which a process that builds is waited for no longer.
 
     Raises:
-        DataError: another process builds and does not get on; or whatever ``chunks`` raises.
+        DataError: ``cache_dir`` is no folder; another process builds and does not get on; or whatever ``chunks`` raises.
     """
     folder = cache_dir / key_hash(key)
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise DataError(f"basic_parameters.cache_dir {cache_dir}: a file stands where the folder should be; give another path") from None
     waited = _Wait(folder, patience)
     while True:
         damage = _damage(folder)

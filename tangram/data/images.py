@@ -17,7 +17,9 @@ How a picture is read, everywhere in Tangram:
 from __future__ import annotations
 
 import math
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tangram.config.data import PreprocessParameters
@@ -128,7 +130,11 @@ def open_image(path: str, where: str = "") -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
+        if _never_ends(path):
+            raise DataError(f"{path}: a pipe or a device, no image file{of(where)}; give the path of a file")
         image = Image.open(path)
+    except DataError:
+        raise
     except FileNotFoundError:
         raise DataError(f"{path}: no such image file{of(where)}") from None
     except UnidentifiedImageError:
@@ -141,6 +147,12 @@ def open_image(path: str, where: str = "") -> Image.Image:
         image.close()
         raise DataError(f"{path}: a picture of mode {image.mode!r} (one channel, more than 8 bits){of(where)}; save it with 8 bits")
     return image
+
+
+def _never_ends(path: str) -> bool:
+    """Whether opening or reading ``path`` may wait, or go on, for ever."""
+    mode = Path(path).stat().st_mode
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def decode_rgb(image: Image.Image, path: str, where: str = "") -> Image.Image:

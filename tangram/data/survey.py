@@ -220,7 +220,8 @@ class _Examiner:
                     self._known[medium] = str(fault)
             message = self._known[medium]
             if message is not None:
-                faults.append((medium if isinstance(medium, str) else medium.paths[0], message))
+                paths = (medium,) if isinstance(medium, str) else medium.paths
+                faults.append((next((path for path in paths if message.startswith(f"{path}: ")), paths[0]), message))
         return faults
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tangram.backends.engine import Batch, Engine
 from tangram.config.run import TrainingConfig
+from tangram.data.sampler import PADDING
 from tangram.data.source import SKIPPED
 from tangram.errors import DataError
 from tangram.platform import current
@@ -207,7 +208,7 @@ class Loop:
         """
         totals = self._agree(micro_batches, False)
         raise DataError(
-            f"step {self.progress.step + 1}: its global batch of {totals.samples} rows has 0 supervised tokens ({totals.skipped_samples} samples are "
+            f"step {self.progress.step + 1}: its global batch of {self.global_batch_size} places has 0 supervised tokens ({totals.skipped_samples} samples are "
             "skipped); look at the skipped samples in bad_samples_report, or correct the template"
         )
 
@@ -218,10 +219,12 @@ class Loop:
     def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
         """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
         masks = [batch["attention_mask"] for batch in micro_batches]
-        samples = sum(len(batch.get("sample_ids", batch["attention_mask"])) for batch in micro_batches)  # a packed row holds several
+        ids = [sample for batch in micro_batches for sample in batch.get("sample_ids", range(len(batch["attention_mask"])))]
+        empty = sum(sample == PADDING for sample in ids)
+        tokens, padded = (sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel))
         skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)
-        counts = [int(asked), *(sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel)), samples, skipped]
-        sums = torch.tensor(counts)
+        # A place without a sample is a row of one token, which says nothing.
+        sums = torch.tensor([int(asked), tokens - empty, padded, len(ids) - empty, skipped])
         copies = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
             sums = sums.to(self._device())

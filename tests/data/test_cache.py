@@ -336,3 +336,10 @@ def test_a_cache_travels_to_other_processes_by_its_path(tmp_path: Path) -> None:
     other: TokenCache = pickle.loads(pickle.dumps(cache))
     assert len(other) == 3
     assert [other[i].input_ids for i in range(3)] == [[97, 98, 99], [], [100]] and len(pickle.dumps(cache)) < 500
+
+
+def test_a_file_in_place_of_the_folder_is_named(cached: MakeRun, mixed_dataset: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    for folder in ("cache", "cache/inner"):
+        with pytest.raises(DataError, match=rf"basic_parameters.cache_dir {tmp_path}/{folder}: a file stands where the folder should be"):
+            build_source(cached(mixed_dataset, basic={"cache_dir": str(tmp_path / folder)}), FAMILY)

@@ -93,6 +93,13 @@ def test_no_name_at_all(names: str) -> None:
         find_sources(names, ".", DatasetAttr())
 
 
+@pytest.mark.parametrize("names", ["", " , ", []])
+def test_no_name_in_data_json_is_not_its_folder(tmp_path: Path, record: Record, names: Any) -> None:
+    (tmp_path / "other.json").write_text(json.dumps([record("a", "b")]))
+    with pytest.raises(DataError, match="basic_parameters.dataset names no file"):
+        find_sources(basic(tmp_path, dataset=names).dataset, ".", DatasetAttr())
+
+
 # dataset_info.json
 
 

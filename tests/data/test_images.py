@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import sys
@@ -197,6 +198,13 @@ def test_faults_that_pillow_does_not_call_faults_of_the_file(processor: Make, tm
         processor(0, 784).patches(str(tmp_path / "broken.png"), "data, record 7")
     with pytest.raises(DataError, match=r"cannot open this image \(.*null .*\), in data, record 7"):
         processor(0, 784).grid("a\0b.png", "data, record 7")
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(processor: Make, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (str(tmp_path / "pipe.png"), "/dev/zero"):
+        with pytest.raises(DataError, match=f"{path}: a pipe or a device, no image file, in data, record 7; give the path of a file"):
+            processor(0, 784).grid(path, "data, record 7")
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tangram.cli.main import main
+from tangram.config.data import DatasetAttr
 from tangram.data.dataset import ConversationDataset
 from tangram.data.subject import SubjectOptions, build_subject
 from tangram.data.survey import Survey, kind_of, survey
@@ -220,3 +221,18 @@ def test_a_dataset_of_ones_own_is_not_mixed_as_that_of_the_file(
     (tmp_path / "config.json").write_text(json.dumps(data))
     subject = build_subject(SubjectOptions(dataset=names[2], config=str(tmp_path / "config.json")), needs_pixels=False)
     assert [sample.messages[0].content for sample in subject.dataset] == ["z0", "z1", "z2"]
+
+
+def test_missing_frames_are_one_kind_of_fault(tmp_path: Path, record: Record, write_json: Callable[..., str]) -> None:
+    Image.new("RGB", (56, 56)).save(tmp_path / "first.png")
+    data = write_json([record("<video>What?", "It.", videos=[["first.png", f"frame_{name}.png"]]) for name in "abc"])
+    found = survey(ConversationDataset.of_files([data], DatasetAttr(), str(tmp_path)), None)
+    assert [(kind.kind, kind.count, kind.samples) for kind in found.kinds()] == [("no such video file", 3, (0, 1, 2))]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_walk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(tmp_path / "none.json")
+    assert main(["data", "check", data, "--json", str(tmp_path)]) == 2
+    assert f"error: --json {tmp_path}: a folder; give the path of a file" in capsys.readouterr().err
+    assert main(["data", "show", data, "0", "--html", str(tmp_path / "no" / "page.html")]) == 2
+    assert f"error: --html {tmp_path}/no/page.html: there is no folder {tmp_path}/no; make it" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_a_global_batch_without_a_label_is_an_error_on_every_rank(trial: Trial, 
     (folder / "data.json").write_text(json.dumps(rows))
     outcome = run(folder / "log", ["tangram", "train", str(trial.run_file), f"training.metrics_file={folder}/m", *data], 2)
     assert all(outcome.codes) and "Traceback" not in outcome.output, outcome.output[-3000:]
-    assert "step 2: its global batch of 8 rows has 0 supervised tokens (8 samples are skipped); look at" in outcome.errors()[0]
+    assert "step 2: its global batch of 8 places has 0 supervised tokens (8 samples are skipped); look at" in outcome.errors()[0]
     assert len(lines(folder / "m")) == 1, "the step before was taken"
 
 

@@ -224,7 +224,7 @@ def test_a_step_without_a_label_is_no_step(tmp_path: Path, monkeypatch: pytest.M
         return result if run.progress.step < 1 else replace(result, loss=0.0, weight=0.0, tokens=0)
 
     monkeypatch.setattr(run.engine, "forward_backward", without_labels)
-    with pytest.raises(DataError, match=r"step 2: its global batch of 2 rows has 0 supervised tokens \(0 samples are skipped\)"):
+    with pytest.raises(DataError, match=r"step 2: its global batch of 2 places has 0 supervised tokens \(0 samples are skipped\)"):
         run.run()
     assert run.progress.step == 1 and len(run.rows) == 1 and run.engine.weight.item() == 1.0
 
