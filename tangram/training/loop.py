@@ -208,8 +208,8 @@ class Loop:
         """
         totals = self._agree(micro_batches, False)
         raise DataError(
-            f"step {self.progress.step + 1}: its global batch of {self.global_batch_size} places has 0 supervised tokens ({totals.skipped_samples} samples are "
-            "skipped); look at the skipped samples in bad_samples_report, or correct the template"
+            f"step {self.progress.step + 1}: its global batch of {self.global_batch_size} places has 0 supervised tokens "
+            f"({totals.skipped_samples} samples are skipped); look at the skipped samples in bad_samples_report, or correct the template"
         )
 
     def _device(self) -> torch.device:

@@ -98,6 +98,13 @@ def test_a_packed_row_counts_its_samples(tmp_path: Path) -> None:
     assert (record["samples"], record["tokens"], record["padded_tokens"]) == (3, 3, 4)
 
 
+def test_empty_places_are_no_samples_and_no_tokens(tmp_path: Path) -> None:
+    """Else the numbers of one global batch would differ with the number of rows that fill it up."""
+    rows = {**batch([1.0, 2.0, 0.0], [2.0, 4.0, 0.0]), "attention_mask": torch.tensor([[1, 1], [1, 0], [1, 0]]), "sample_ids": [4, 5, -1]}
+    (record,) = Run(tmp_path, steps=iter([[rows]]), train_iters=1).run().rows
+    assert (record["samples"], record["tokens"], record["padded_tokens"]) == (2, 3, 6)
+
+
 def test_a_step_that_is_not_finite_is_printed_counted_and_changes_no_weight(tmp_path: Path) -> None:
     run = Run(tmp_path, steps=endless(bad_step=2), log_interval=1).run()
     assert "| loss: NAN |" in run.lines[1] and "| grad norm: nan |" in run.lines[1]
