@@ -138,6 +138,7 @@ def launch(trial: Trial, folder: Path, overrides: list[str], ranks: int, feeds: 
         values = {key: str(value).format(folder=trial.folder, own=folder) for key, value in {**FIRST, **changes}.items()}
         jobs[name] = [*(f"{key}={value}" for key, value in values.items()), *overrides]
     (folder / "feeds.json").write_text(json.dumps({"run_file": str(trial.run_file), "folder": str(folder), "feeds": jobs}))
+    # So many runs take longer than the patience with one.
     start(folder / "log", [str(WORKER), str(folder / "feeds.json")], ranks).finish(380).succeeded()
     return Fed(folder, ranks)
 
