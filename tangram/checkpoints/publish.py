@@ -54,11 +54,12 @@ def sync_tree(root: Path) -> None:
     """Flush every file and folder under ``root`` to the disk."""
     for folder, _, files in os.walk(root):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            sync_folder(Path(folder, name))
+        sync_folder(Path(folder))
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,12 +81,12 @@ def publish(temporary: Path, final: Path, *, replace: bool = False) -> None:
         old = final.with_name(f"{final.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
         final.rename(old)
         temporary.rename(final)
-        _sync(final.parent)
+        sync_folder(final.parent)
         shutil.rmtree(old)
         return
     require_new(final)
     temporary.rename(final)
-    _sync(final.parent)
+    sync_folder(final.parent)
 
 
 def require_new(final: Path) -> None:
@@ -145,7 +146,7 @@ def new_file(final: Path, *, replace: bool = False) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(final.parent)
+    sync_folder(final.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -160,4 +161,4 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync_folder(path.parent)

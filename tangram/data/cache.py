@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tangram.checkpoints.publish import sync_folder
 from tangram.data.bad_samples import Skip
 from tangram.data.content import crc32
 from tangram.data.conversation import Conversation
@@ -254,7 +255,7 @@ def _build(folder: Path, key: Mapping[str, Any], chunks: Chunks, lock: Any) -> N
         files = {name: ((temporary / name).stat().st_size, crc32(temporary / name)) for name in (SAMPLES_FILE, INDEX_FILE)}
         content = {"key": key, "samples": len(index), "faults": faults, "files": files}
         _write(temporary / KEY_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "surrogateescape"))
-        _sync(temporary)
+        sync_folder(temporary)
         _remove(folder)
         try:
             temporary.rename(folder)
@@ -262,7 +263,7 @@ def _build(folder: Path, key: Mapping[str, Any], chunks: Chunks, lock: Any) -> N
             # Without locks another process may have been faster; what it has published is the same.
             if _damage(folder) is not None:
                 raise
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     logger.info("cache %s: %d samples, %d of them unusable, in %.1f s", folder, len(index), len(faults), time.monotonic() - began)
@@ -300,11 +301,3 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
