@@ -20,7 +20,7 @@ def random_row(rng: random.Random, family: str) -> tuple[list[int], list[list[in
     """Tokens, image grids, video grids and seconds per frame group of one row.
 
     Where the two versions of transformers differ (see ``tangram.families.qwen2_vl.positions``), layouts are drawn that the installed one treats
-    as we do: under 5.x no video whose time reaches beyond its rows and columns, under 4.57 whole numbers of positions per frame group.
+    as we do: under 5.x no video whose time reaches beyond its rows and columns, under 4.57 whole seconds.
     """
     row = [rng.randrange(1000) for _ in range(rng.randrange(1, 6))]
     images, videos, seconds = [], [], []
@@ -30,7 +30,7 @@ def random_row(rng: random.Random, family: str) -> tuple[list[int], list[list[in
             images.append([1, h, w])
             row += [START, *[IMG] * (h * w // 4), END]
         else:
-            t, step = rng.randrange(1, 6), 0.5 * rng.randrange(1, 5) if OLD else rng.choice([0.083, 0.5, 0.7, 1.0])
+            t, step = rng.randrange(1, 6), float(rng.randrange(1, 4)) if OLD else rng.choice([0.083, 0.5, 0.7, 1.0])
             if not OLD and family != "qwen3_vl":
                 reach = max(h, w) // 2
                 t = min(t, reach if family == "qwen2_vl" else int((reach - 1) / (2 * step)) + 1)
