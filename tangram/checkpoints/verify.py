@@ -198,8 +198,10 @@ def run_verify(options: VerifyOptions, families: tuple[str, ...] = (), progress:
     Raises:
         TangramError: as ``open_checkpoint`` and ``verify``, or a checkpoint of another family.
     """
-    splits = (split if split.given else None for split in (options.source_parallel_config, options.target_parallel_config))
-    first, second = open_two((options.source_dir, next(splits)), (options.target_dir, next(splits)), options.hf_config.hf_dir)
+    source_split, target_split = options.source_parallel_config, options.target_parallel_config
+    source = (options.source_dir, source_split if source_split.given else None)
+    target = (options.target_dir, target_split if target_split.given else None)
+    first, second = open_two(source, target, options.hf_config.hf_dir)
     for side in (first, second):
         check_family(side.family, families, str(side.path))
     return verify(

@@ -1,7 +1,7 @@
 """Which records a run takes, and in what order: drawn subsets, the part set aside for evaluation, and several datasets in turn.
 
-All of it is a function of the run's seed. Like the sampler's permutations it comes from the raw output of a counter-based generator, which numpy
-promises to be the same in every version. The second word of its key keeps the purposes apart; the sampler's are epochs, below 2**32.
+All of it is a function of the run's seed, by the sampler's permutations. Where those take an epoch, below 2**32, stands what keeps the purposes
+apart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from fractions import Fraction
 
+from tangram.data.sampler import permutation
 from tangram.errors import DataError
 
 SUBSET, SPLIT, MIX = 1 << 32, 2 << 32, 3 << 32
@@ -22,10 +23,7 @@ MOST_SAMPLES = 1 << 28
 
 def _order(seed: int, purpose: int, count: int) -> list[int]:
     """A permutation of ``range(count)``."""
-    import numpy as np
-
-    keys = np.random.Philox(key=np.array([seed, purpose], dtype=np.uint64)).random_raw(count)
-    order: list[int] = np.argsort(keys, kind="stable").tolist()
+    order: list[int] = permutation(count, seed, purpose).tolist()
     return order
 
 

@@ -13,7 +13,7 @@ from tangram.data.collate import Collator
 from tangram.data.encode import IGNORE
 from tangram.data.media import Media, Medium
 from tangram.data.subject import Encoding, Subject
-from tangram.data.tokenizer import PAD, Tokenizer
+from tangram.data.tokenizer import Tokenizer
 from tangram.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def view_sample(subject: Subject, index: int) -> SampleView:
         raise DataError(f"sample {index}: the dataset has {len(dataset)} samples, 0 to {len(dataset) - 1}")
     sample = dataset[index]
     encoded = encoding.encoder(sample)
-    collator = Collator(encoding.family.rope_index, encoding.model, encoding.encoder.tokenizer.id(PAD))
+    collator = Collator(encoding.family.rope_index, encoding.model, encoding.encoder.tokenizer.pad_id)
     positions = [tuple(values) for values in collator([[encoded]])["position_ids"][:, 0].T.tolist()]
     owners = _owners(encoding, encoded.input_ids, encoded.images, encoded.videos)
     texts = token_texts(encoding.encoder.tokenizer, encoded.input_ids)
