@@ -25,9 +25,10 @@ from tangram.checkpoints.publish import require_new
 from tangram.checkpoints.reader import CanonicalReader
 from tangram.checkpoints.resume import resumable_directory
 from tangram.checkpoints.writing import WritePlan, WriteSettings
+from tangram.config.model import ModelConfig
 from tangram.config.sources import read_hf_config
 from tangram.errors import CheckpointError, ConfigError
-from tangram.families.base import get_family
+from tangram.families.base import Family, get_family
 from tangram.placement.blocks import canonical_shapes
 
 LARGEST_PIECE = 2 * 64 * 2**20
@@ -123,11 +124,22 @@ def prepare_dcp_to_hf(
     config = dict(reader.manifest.hf_config) or (read_hf_config(assets) if assets else {})
     if not config:
         raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); name one that has with --model_assets_dir")
-    model = family.from_hf_config(config)
-    reader.check_model(canonical_shapes(family.tensor_table(model, model.text_decoder.vocab_size), whole(model)))
+    model = check_whole(reader, family, config)
     source: CanonicalReader = reader
     shards = None
     if assets is not None:
         shards, source = shards_like(Path(assets), family, source, cut=max_shard_bytes is None)
     tied = not model.text_decoder.untie_embeddings_and_output_weights
     return hf_conversion(out, family, source, config, Path(assets) if assets else None, shards, max_shard_bytes, dtype, tied=tied)
+
+
+def check_whole(reader: DCPReader, family: Family, config: dict[str, Any]) -> ModelConfig:
+    """Check that a training checkpoint holds exactly the tensors of the model that a Hugging Face config describes.
+
+    Raises:
+        CheckpointError: as ``DCPReader.check_model``.
+        ConfigError: the config cannot be represented.
+    """
+    model = family.from_hf_config(config)
+    reader.check_model(canonical_shapes(family.tensor_table(model, model.text_decoder.vocab_size), whole(model)))
+    return model

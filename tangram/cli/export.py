@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the directory and say what is in it."""
     import torch
 
+    from tangram.checkpoints.dcp_convert import check_whole
     from tangram.checkpoints.dcp_reader import DCPReader
     from tangram.checkpoints.export import export_hf
     from tangram.config.sources import read_hf_config
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     config = dict(reader.manifest.hf_config) or (read_hf_config(args.hf) if args.hf else {})
     if not config:
         raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); give a directory that has one with --hf")
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    written = export_hf(reader, args.out, get_family(reader.manifest.family), files_from=args.hf, hf_config=config, dtype=dtype)
+    dtype, family = getattr(torch, args.dtype) if args.dtype else None, get_family(reader.manifest.family)
+    check_whole(reader, family, config)
+    written = export_hf(reader, args.out, family, files_from=args.hf, hf_config=config, dtype=dtype)
     print(f"{args.out}: {len(reader.names())} tensors, {written} bytes, from step {reader.manifest.step} of {reader.folder}")
     return 0

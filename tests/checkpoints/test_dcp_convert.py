@@ -19,6 +19,7 @@ from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.manager import CheckpointManager
 from tangram.checkpoints.options import HFToDCP
 from tangram.checkpoints.writing import WriteSettings
+from tangram.cli.main import main as tangram_main
 from tangram.cli.mm_convert import main
 from tangram.errors import CheckpointError
 from tangram.placement.blocks import canonical_shapes, place
@@ -104,6 +105,8 @@ def test_a_checkpoint_that_lacks_tensors_of_its_model_is_not_exported(kit, tmp_p
     (folder / "manifest.json").write_text(Manifest.imported("qwen2_5_vl", Topology.build(vision_layers=4, text_layers=4), kit.golden_config()).text())
     (tmp_path / "dcp" / "latest_checkpointed_iteration.txt").write_text("0\n")
     assert main([CONVERTER, "dcp_to_hf", "--load_dir", str(tmp_path / "dcp"), "--save_dir", str(tmp_path / "out")]) == 1
+    assert "54 missing: model.visual.blocks.0.attn.proj.bias" in capsys.readouterr().err
+    assert tangram_main(["export", str(tmp_path / "dcp"), str(tmp_path / "out")]) == 2
     assert "54 missing: model.visual.blocks.0.attn.proj.bias" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
