@@ -54,11 +54,11 @@ def sync_tree(root: Path) -> None:
     """Flush every file and folder under ``root`` to the disk."""
     for folder, _, files in os.walk(root):
         for name in files:
-            sync_folder(Path(folder, name))
-        sync_folder(Path(folder))
+            _sync(Path(folder, name))
+        _sync(Path(folder))
 
 
-def sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -81,12 +81,12 @@ def publish(temporary: Path, final: Path, *, replace: bool = False) -> None:
         old = final.with_name(f"{final.name}{_REPLACED}{uuid.uuid4().hex[:8]}")
         final.rename(old)
         temporary.rename(final)
-        sync_folder(final.parent)
+        _sync(final.parent)
         shutil.rmtree(old)
         return
     require_new(final)
     temporary.rename(final)
-    sync_folder(final.parent)
+    _sync(final.parent)
 
 
 def require_new(final: Path) -> None:
@@ -146,7 +146,7 @@ def new_file(final: Path, *, replace: bool = False) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(final.parent)
+    _sync(final.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -161,4 +161,4 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    _sync(path.parent)

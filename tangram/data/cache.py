@@ -14,14 +14,14 @@ import logging
 import mmap
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tangram.checkpoints.publish import sync_folder
+from tangram.checkpoints.publish import publish, remove_stale, temporary_name
 from tangram.data.bad_samples import Skip
 from tangram.data.content import crc32
 from tangram.data.conversation import Conversation
@@ -143,28 +143,23 @@ def open_cache(cache_dir: Path, key: Mapping[str, Any], chunks: Chunks, patience
         damage = _damage(folder)
         if damage is None:
             return TokenCache(folder)
-        with _lock(folder) as (file, got):
-            if not got:
+        with _lock(folder) as (file, lock):
+            if lock is Lock.OTHERS:
                 waited.look(file)
                 continue
             if (damage := _damage(folder)) is None:
                 continue
             if damage:
                 logger.warning("%s: %s; built anew", folder, damage)
-            _build(folder, key, chunks, file)
+            _build(folder, key, chunks, file, alone=lock is Lock.OURS)
 
 
 def forget(cache_dir: Path, key: Mapping[str, Any]) -> None:
-    """Remove the cache of a key, if there is one. For ``overwrite_cache``: one process, before any asks for it."""
-    _remove(cache_dir / key_hash(key))
-
-
-def _remove(folder: Path) -> None:
-    """Under another name first, so that half of a folder never has the good one."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent)) / "folder" if folder.exists() else None
-    if aside is not None:
-        folder.rename(aside)
-        shutil.rmtree(aside.parent)
+    """Remove the cache of a key, if there is one; what is left of it after a kill counts as damaged. For ``overwrite_cache``: one process, before
+    any asks for it."""
+    folder = cache_dir / key_hash(key)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def _read_key(folder: Path) -> dict[str, Any]:
@@ -190,19 +185,28 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
+class Lock(Enum):
+    """Who has the lock of a folder."""
+
+    OURS = auto()
+    OTHERS = auto()
+    NONE = auto()
+    """The file system has no locks, so that others may build at the same time."""
+
+
 @contextmanager
-def _lock(folder: Path) -> Iterator[tuple[Any, bool]]:
-    """The lock file of a folder, and whether this process has it now. Where the file system has no locks every process builds for itself."""
+def _lock(folder: Path) -> Iterator[tuple[Any, Lock]]:
+    """The lock file of a folder, and who has it."""
     with folder.with_name(f"{folder.name}.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            got = True
+            lock = Lock.OURS
         except BlockingIOError:
-            got = False
+            lock = Lock.OTHERS
         except OSError as error:
             logger.warning("%s: the file system has no locks (%s); each process builds the cache for itself", file.name, error.strerror)
-            got = True
-        yield file, got
+            lock = Lock.NONE
+        yield file, lock
 
 
 class _Wait:
@@ -232,38 +236,40 @@ class _Wait:
         time.sleep(POLL_SECONDS)
 
 
-def _build(folder: Path, key: Mapping[str, Any], chunks: Chunks, lock: Any) -> None:
-    """Write a folder and give it its name."""
+def _build(folder: Path, key: Mapping[str, Any], chunks: Chunks, file: Any, alone: bool) -> None:
+    """Write a folder and give it its name.
+
+    Args:
+        file: gets how far it is.
+        alone: no other process can be building the same folder.
+    """
+    import numpy as np
+
     told = 0.0
 
     def progress(done: int, total: int) -> None:
         nonlocal told
         if time.monotonic() - told > 1 or done == total:
             told = time.monotonic()
-            lock.seek(0)
-            lock.truncate()
-            lock.write(f"process {os.getpid()}: {done} of {total} samples\n")
-            lock.flush()
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()}: {done} of {total} samples\n")
+            file.flush()
 
     began = time.monotonic()
-    for leftover in folder.parent.glob(f".{folder.name}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    if alone:
+        remove_stale(folder)
+    temporary = temporary_name(folder)
+    temporary.mkdir()
     try:
         index, faults = _write_samples(temporary / SAMPLES_FILE, chunks(progress))
-        _write(temporary / INDEX_FILE, _npy(index))
+        np.save(temporary / INDEX_FILE, index)
         files = {name: ((temporary / name).stat().st_size, crc32(temporary / name)) for name in (SAMPLES_FILE, INDEX_FILE)}
         content = {"key": key, "samples": len(index), "faults": faults, "files": files}
-        _write(temporary / KEY_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "surrogateescape"))
-        sync_folder(temporary)
-        _remove(folder)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # Without locks another process may have been faster; what it has published is the same.
-            if _damage(folder) is not None:
-                raise
-        sync_folder(folder.parent)
+        (temporary / KEY_FILE).write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "surrogateescape"))
+        # Without locks another process may have been faster; what it has published is the same.
+        if alone or _damage(folder) is not None:
+            publish(temporary, folder, replace=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     logger.info("cache %s: %d samples, %d of them unusable, in %.1f s", folder, len(index), len(faults), time.monotonic() - began)
@@ -281,23 +287,4 @@ def _write_samples(path: Path, chunks: Iterator[Chunk]) -> tuple[np.ndarray, lis
             end = int(ends[-1])
             rows.append(np.column_stack([ends, chunk.sizes]))
             faults += chunk.faults
-        file.flush()
-        os.fsync(file.fileno())
     return np.concatenate(rows).astype(np.int64), faults
-
-
-def _npy(array: np.ndarray) -> bytes:
-    import io
-
-    import numpy as np
-
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -236,7 +237,7 @@ def test_processes_that_want_the_same_cache_build_it_once(tmp_path: Path) -> Non
         process.join()
         assert process.exitcode == 0
     assert len((tmp_path / "marks").read_text().split()) == 1
-    assert len(list((tmp_path / "cache").glob(".*"))) == 0, "nothing temporary stays"
+    assert len(list((tmp_path / "cache").glob("*.tmp-*"))) == 0, "nothing temporary stays"
 
 
 def test_a_builder_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
@@ -253,7 +254,24 @@ def test_a_builder_that_is_killed_is_followed_by_another(tmp_path: Path) -> None
     os.kill(first.pid or 0, signal.SIGKILL)
     assert out.get(timeout=20) == [ord("c")]
     second.join()
-    assert (tmp_path / "marks2").exists() and len(list((tmp_path / "cache").glob(".*"))) == 0
+    assert (tmp_path / "marks2").exists() and len(list((tmp_path / "cache").glob("*.tmp-*"))) == 0
+
+
+def test_without_locks_builders_leave_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that has none: another begins and ends in the midst of the first."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("tangram.data.cache.fcntl.flock", no_locks)
+
+    def interrupted(progress: Callable[[int, int], object]) -> Iterator[Chunk]:
+        for chunk in chunks_of(["ab", "c"])(progress):
+            assert len(open_cache(tmp_path, {"a": 1}, chunks_of(["ab", "c"]), patience=1)) == 2
+            yield chunk
+
+    assert open_cache(tmp_path, {"a": 1}, interrupted, patience=1)[1].input_ids == [ord("c")]
+    assert not list(tmp_path.glob("*.tmp-*"))
 
 
 def test_a_builder_that_does_not_get_on_is_named_and_not_waited_for(tmp_path: Path) -> None:
