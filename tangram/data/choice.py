@@ -74,10 +74,15 @@ def check_choices(run: RunConfig) -> None:
 def _check_effects(run: RunConfig) -> None:
     """Refuse keys that need another one which is not given."""
     basic = run.data.dataset_param.basic_parameters
+    tokenised = basic.cache_dir is not None or needs_sizes(run)
+    knapsack = basic.packing and basic.packing_strategy == "knapsack" and run.data.dataloader_param.token_budget is None
+    window = basic.preprocessing_batch_size != type(basic).model_fields["preprocessing_batch_size"].default
     for key, given, needed, there in (
         ("overwrite_cache", basic.overwrite_cache, "cache_dir", basic.cache_dir is not None),
         ("val_max_samples", basic.val_max_samples is not None, "val_dataset or val_rate", has_validation(run)),
         ("packing_strategy", basic.packing_strategy != "knapsack", "packing", basic.packing),
+        ("preprocessing_batch_size", window, "packing by knapsack", knapsack),
+        ("preprocessing_num_workers", basic.preprocessing_num_workers > 0, "cache_dir or an order by size", tokenised),
     ):
         if given and not there:
             raise ConfigError(f"basic_parameters.{key} does nothing without {needed}; give {needed}, or remove it")

@@ -212,7 +212,7 @@ def select_template(basic: BasicParameters, family: Family) -> ChatTemplate:
     Whichever it is, the tokens of media are those of the family's template, since they belong to the model.
 
     Raises:
-        ConfigError: no such template or file.
+        ConfigError: no such template or file, or ``enable_thinking`` false where the template does not think.
     """
     media = None if family.template is None else get_template(family.template).media
     if basic.chat_template is not None:
@@ -220,4 +220,6 @@ def select_template(basic: BasicParameters, family: Family) -> ChatTemplate:
 
         return JinjaTemplate.from_file(basic.chat_template, media or MediaTokens(), enable_thinking=basic.enable_thinking)
     template = get_template(basic.template or family.template)
+    if not basic.enable_thinking and not template.thinks:
+        raise ConfigError(f"basic_parameters.enable_thinking false does nothing: the template {template.name} writes no thoughts; remove it")
     return replace(template, media=media or template.media, enable_thinking=basic.enable_thinking)

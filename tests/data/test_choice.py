@@ -37,6 +37,9 @@ MakeRun = Callable[..., RunConfig]
         ({"cutoff_len": 300}, {}, {}, r"cutoff_len 300 is larger than seq_length 256; "),
         ({"overwrite_cache": True}, {}, {}, "overwrite_cache does nothing without cache_dir"),
         ({"val_max_samples": 3}, {}, {}, "val_max_samples does nothing without val_dataset or val_rate; give val_dataset or val_rate, or remove it"),
+        ({"preprocessing_num_workers": 2}, {}, {}, "preprocessing_num_workers does nothing without cache_dir or an order by size"),
+        ({"preprocessing_batch_size": 9}, {}, {}, "preprocessing_batch_size does nothing without packing by knapsack"),
+        ({"packing": True, "preprocessing_batch_size": 9}, {"token_budget": 99}, {}, "preprocessing_batch_size does nothing without packing by kna"),
         ({"packing_strategy": "sequential"}, {}, {}, "packing_strategy does nothing without packing; give packing, or remove it"),
     ],
 )

@@ -233,6 +233,10 @@ class TestSelection:
             assert template.name == name and template.media == get_template(own).media
         assert get_template("qwen3_vl").media.timestamps and not get_template("qwen2vl").media.timestamps
 
+    def test_thinking_cannot_be_turned_off_where_there_is_none(self) -> None:
+        with pytest.raises(ConfigError, match="enable_thinking false does nothing: the template qwen2vl writes no thoughts; remove it"):
+            select_template(BasicParameters(dataset="d", enable_thinking=False), get_family("qwen2_5_vl"))
+
     def test_thinking_can_be_turned_off(self) -> None:
         own = chat(("user", "Q"), ("assistant", "A"))
         on, off = (
