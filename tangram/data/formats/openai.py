@@ -9,6 +9,7 @@ from typing import Any
 
 from tangram.data.conversation import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Video
 from tangram.data.formats.columns import media_path, short, video_of
+from tangram.data.tools import THOUGHT_END, THOUGHT_START
 from tangram.errors import DataError
 
 MEDIA_KEYS = {"image": ("image", "path", "url"), "image_url": ("image_url",), "video": ("video", "path", "url"), "video_url": ("video_url",)}
@@ -104,4 +105,4 @@ def with_reasoning(message: Mapping[str, Any], text: str, where: str) -> str:
         return text
     if not isinstance(reasoning, str):
         raise DataError(f"{where}: 'reasoning_content' must be a string, got {short(reasoning)}")
-    return "<think>\n" + reasoning.strip("\n") + "\n</think>\n\n" + text.lstrip("\n")
+    return f"{THOUGHT_START}\n" + reasoning.strip("\n") + f"\n{THOUGHT_END}\n\n" + text.lstrip("\n")
