@@ -17,11 +17,11 @@ import torch.distributed as dist
 from tangram.align.assemble import write_pieces
 from tangram.align.batch import blank_like, micro_batches, read_batch
 from tangram.align.task import RESULT_FILE, Task, TaskList, fault_file, gradient_file, logits_file
+from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor
 from tangram.backends.megatron.engine import MegatronEngine
 from tangram.backends.megatron.forward import get_batch, report_loss
 from tangram.backends.megatron.parallel import shutdown
-from tangram.backends.megatron.settings import DTYPES
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.fresh import initialize
 from tangram.checkpoints.hf_directory import HFDirectory

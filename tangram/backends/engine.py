@@ -1,12 +1,20 @@
-"""What the training loop knows of a backend."""
+"""What the training loop, and the run around it, know of a backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from tangram.placement.table import Shape
+from tangram.placement.topology import Topology
+
+if TYPE_CHECKING:
+    from tangram.checkpoints.dcp_rng import Generators
+    from tangram.checkpoints.dcp_state import LocalChunk, OptimizerState
+    from tangram.config.run import RunConfig
 
 Batch = Mapping[str, Any]
 """One micro-batch as the collator makes it; see ``tangram.data.collate``."""
@@ -67,3 +75,48 @@ class Engine(Protocol):
 
     def canonical_gradients(self) -> Iterator[CanonicalTensor]:
         """This rank's gradients, between ``forward_backward`` and ``step``: those of the loss that ``forward_backward`` returned."""
+
+
+class RunnableEngine(Engine, Protocol):
+    """What a run needs besides: to put weights in, to save and load, to feed data, and to tell what it is.
+
+    Attributes:
+        chunks: where this rank's parameters live in canonical tensors, and the parameters, to be written in place.
+        canonical_shapes: name and shape of every tensor of the whole model.
+        topology: the split over tensor-parallel ranks and stages.
+        needs_pixels: this rank runs the vision tower.
+        reports_data: this rank is the one, of those with the same ``data_parallel_rank``, that lists skipped samples.
+    """
+
+    run: RunConfig
+    topology: Topology
+    needs_pixels: bool
+    reports_data: bool
+
+    @property
+    def chunks(self) -> Sequence[LocalChunk]: ...
+
+    @property
+    def canonical_shapes(self) -> Mapping[str, Shape]: ...
+
+    def random_weights(self, seed: int) -> None:
+        """Start from random weights, the same on every split.
+
+        Raises:
+            ConfigError: nothing says how the model's weights are drawn.
+        """
+
+    def weights_changed(self) -> None:
+        """Parameters were written to: make what derives from them follow."""
+
+    def optimizer_state(self) -> OptimizerState:
+        """The optimizer as checkpoints see it."""
+
+    def generators(self) -> Generators | None:
+        """Random generators besides torch's own."""
+
+    def summary(self, global_batch_size: int) -> str:
+        """Tables for the start of the log."""
+
+    def close(self) -> None:
+        """Leave the process group."""

@@ -90,7 +90,7 @@ def parse_flags(
                 raise ConfigError(f"flags: {name} is missing; add it ({flag.says or flag.key})")
             setattr(namespace, _dest(name), flag.default)
     run = _build(namespace)
-    _compare(namespace, run.model.config)
+    _compare(namespace, run.described)
     _complete(namespace, run)
     return ParsedFlags(run, namespace)
 

@@ -79,7 +79,7 @@ def _check_training_checkpoint(subject: Subject, folder: Path) -> None:
         raise CheckpointError(f"load {found}: a checkpoint of family {manifest.family!r}, this run trains {family!r}; load one of its own")
     # An epsilon or a rotary base shows in no shape.
     if isinstance(saved := manifest.extra.get("model"), dict):
-        compare_with_description(subject.run.model.config, saved, str(found))
+        compare_with_description(subject.run.described, saved, str(found))
 
 
 def reference(subject: Subject) -> str:
@@ -90,7 +90,7 @@ def reference(subject: Subject) -> str:
         folders.append(source.load)
     if not folders:
         return "no Hugging Face config to compare with"
-    counts = [compare_with_hf(subject.run.model.config, folder) for folder in folders]
+    counts = [compare_with_hf(subject.run.described, folder) for folder in folders]
     return f"{counts[0]} keys equal those of {' and '.join(folders)}"
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tangram.config.data import DataConfig
+from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.model import LayerList, ModelConfig, RecomputeKeys
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
@@ -52,7 +53,8 @@ class ParallelConfig(Section):
 class ModelSource(Section):
     """Where the model's description and its weights come from."""
 
-    config: SerializeAsAny[ModelConfig]
+    config: SerializeAsAny[ModelConfig] | None = None
+    """None: a model of no family, which the fsdp2 backend takes from ``hf_dir`` as transformers has it."""
     hf_dir: LocalPath | None = None
     """Hugging Face directory whose config the model was read from or is compared with."""
     load: LocalPath | None = None
@@ -74,7 +76,9 @@ class FeaturesConfig(RecomputeKeys):
 class TrainingConfig(Section):
     micro_batch_size: int = Field(default=1, ge=1)
     global_batch_size: int | None = Field(default=None, ge=1)
-    """None: micro_batch_size times the data-parallel size."""
+    """None: micro_batch_size times the data-parallel size, times ``gradient_accumulation_steps``."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches of a step on each data-parallel rank, where ``global_batch_size`` is not given."""
     seq_length: int = Field(default=1024, ge=1)
     """Longest sample, tokens; the data's cutoff."""
     train_iters: int = Field(default=1, ge=1)
@@ -88,6 +92,8 @@ class TrainingConfig(Section):
     lr_decay_iters: int | None = Field(default=None, ge=1)
     """None: train_iters."""
     lr_warmup_iters: int = Field(default=0, ge=0)
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+    """Rate that a warm-up starts from."""
     lr_warmup_fraction: float | None = Field(default=None, ge=0, lt=1)
     weight_decay: float = Field(default=0.01, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -95,7 +101,8 @@ class TrainingConfig(Section):
     adam_eps: float = Field(default=1e-8, gt=0)
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
-    loss_type: Literal["default", "per_sample_loss", "per_token_loss"] = "default"
+    loss_type: Literal["raw", "default", "per_sample_loss", "per_token_loss"] = "default"
+    """raw: the model's own, which a Hugging Face model brings; the others: see ``tangram.losses.modes``."""
     log_interval: int = Field(default=1, ge=1)
     log_tps: bool = False
     """Write tokens per sample to the log line."""
@@ -119,6 +126,12 @@ class TrainingConfig(Section):
     def _choices_fit(self) -> TrainingConfig:
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             raise ValueError(f"lr_warmup_fraction {self.lr_warmup_fraction} and lr_warmup_iters {self.lr_warmup_iters}: give one of them")
+        if self.global_batch_size is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} and gradient_accumulation_steps {self.gradient_accumulation_steps}: give one of them"
+            )
+        if self.lr_warmup_init > self.lr:
+            raise ValueError(f"lr_warmup_init {self.lr_warmup_init} is larger than lr {self.lr}")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is larger than lr {self.lr}")
         if (self.eval_interval is None) != (self.eval_iters == 0):
@@ -131,30 +144,43 @@ class TrainingConfig(Section):
 
 
 class RunConfig(Section):
-    backend: Literal["megatron"] = "megatron"
+    backend: Literal["megatron", "fsdp2"] = "megatron"
     parallel: ParallelConfig = ParallelConfig()
     model: ModelSource
     data: DataConfig
     features: FeaturesConfig = FeaturesConfig()
     training: TrainingConfig
     tools: ToolsConfig = ToolsConfig()
+    fsdp2: Fsdp2Config | None = None
+    """The run file of the fsdp2 backend, which all else here was made from."""
+
+    @property
+    def described(self) -> ModelConfig:
+        """The model's description.
+
+        Raises:
+            ConfigError: the model is of no family.
+        """
+        if self.model.config is None:
+            raise ConfigError(f"{self.model.hf_dir}: the model is of no registered family; register one, or give data that a plug-in makes")
+        return self.model.config
 
     @property
     def vit_layers(self) -> LayerList | None:
         """Vision layers per stage, from wherever they are given."""
-        encoder = self.model.config.image_encoder
+        encoder = self.described.image_encoder
         return self.parallel.vit_pp_layers or (encoder.vision_encoder.pipeline_num_layers if encoder else None)
 
     @property
     def llm_layers(self) -> LayerList | None:
         """Text layers per stage, from wherever they are given."""
-        return self.parallel.llm_pp_layers or self.model.config.text_decoder.pipeline_num_layers
+        return self.parallel.llm_pp_layers or self.described.text_decoder.pipeline_num_layers
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the word embedding over all tensor-parallel ranks."""
         return padded_vocabulary(
-            self.model.config.text_decoder.vocab_size, self.parallel.tensor_model_parallel_size, self.parallel.make_vocab_size_divisible_by
+            self.described.text_decoder.vocab_size, self.parallel.tensor_model_parallel_size, self.parallel.make_vocab_size_divisible_by
         )
 
     def topology(self) -> Topology:
@@ -163,9 +189,9 @@ class RunConfig(Section):
         Raises:
             ConfigError: as ``Topology.build``; the lists given in two places differ; or they do not have the pipeline sizes of ``parallel``.
         """
-        encoder = self.model.config.image_encoder
+        encoder = self.described.image_encoder
         vision = encoder.vision_encoder if encoder else None
-        text = self.model.config.text_decoder
+        text = self.described.text_decoder
         _agree("vit_pp_layers", self.parallel.vit_pp_layers, "vision_encoder.pipeline_num_layers", vision.pipeline_num_layers if vision else None)
         _agree("llm_pp_layers", self.parallel.llm_pp_layers, "text_decoder.pipeline_num_layers", text.pipeline_num_layers)
         pipeline, virtual = self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size or 1
@@ -191,7 +217,7 @@ class RunConfig(Section):
         Raises:
             ConfigError: ``features`` freezes a component that the model has not.
         """
-        features, model = self.features, self.model.config
+        features, model = self.features, self.described
         recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
 
         def component(section: Section, freeze: bool | None, extra: dict[str, object]) -> Section:

@@ -21,6 +21,8 @@ from typing import Any
 
 import yaml
 
+from tangram.config.fsdp2 import Fsdp2Config
+from tangram.config.fsdp2_run import run_of
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import leaf_keys, merge, parse_section, read_mapping, read_yaml
 from tangram.config.public_keys import RunFacts
@@ -44,6 +46,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     base, where = path.parent.resolve(), str(path)
     raw = read_mapping(path)
     _set_all(raw, overrides)
+    if raw.get("backend") == "fsdp2":
+        return run_of(parse_section(Fsdp2Config, raw, where, base=base), where)
     _check_sections(raw, where)
     sections = {name: _mapping(raw.get(name), f"{where}: {name}") for name in SECTIONS}
     _load_plugins(sections["model"].get("plugin"), base)
@@ -64,7 +68,7 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump(run: RunConfig) -> str:
     """The run as a run file in which every value stands; ``read_run`` gives the same run back."""
-    content = run.model_dump(mode="json")
+    content = (run if run.fsdp2 is None else run.fsdp2).model_dump(mode="json")
     ordered = {"backend": content["backend"], **{name: content[name] for name in SECTIONS}}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=150)
 

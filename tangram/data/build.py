@@ -52,7 +52,7 @@ def build_media(run: RunConfig) -> Media | None:
     Raises:
         ConfigError: as ``Media.from_config``.
     """
-    return media_of(run.data.dataset_param.preprocess_parameters, run.model.config)
+    return media_of(run.data.dataset_param.preprocess_parameters, run.described)
 
 
 def media_of(preprocess: PreprocessParameters, model: ModelConfig) -> Media | None:
@@ -62,7 +62,8 @@ def media_of(preprocess: PreprocessParameters, model: ModelConfig) -> Media | No
 
 def global_batch_size(run: RunConfig, data_parallel_size: int) -> int:
     """Samples of one optimizer step."""
-    return run.training.global_batch_size or run.training.micro_batch_size * data_parallel_size
+    training = run.training
+    return training.global_batch_size or training.micro_batch_size * data_parallel_size * training.gradient_accumulation_steps
 
 
 def build_dataset(run: RunConfig, split: str = "train") -> ConversationDataset:
@@ -82,7 +83,7 @@ def build_encoder(run: RunConfig, family: Family, needs_pixels: bool) -> SampleE
         ConfigError: as the parts.
     """
     data = run.data.dataset_param
-    return encoder_of(data.basic_parameters, data.preprocess_parameters, run.model.config, family, cutoff(run), needs_pixels)
+    return encoder_of(data.basic_parameters, data.preprocess_parameters, run.described, family, cutoff(run), needs_pixels)
 
 
 def encoder_of(
@@ -125,7 +126,7 @@ def build_source(run: RunConfig, family: Family, *, needs_pixels: bool = True, s
         cache = _cache(run, dataset, encoder, split, Path(basic.cache_dir))
         check_faults(cache.faults, len(dataset), skip)
     collator_type = get_collator(loading.collate_param.model_name or "qwen2vl")
-    collator = collator_type(family.rope_index, run.model.config, encoder.tokenizer.pad_id, loading.pad_to_multiple_of, basic.packing)
+    collator = collator_type(family.rope_index, run.described, encoder.tokenizer.pad_id, loading.pad_to_multiple_of, basic.packing)
     return MicroBatchSource(dataset, encoder, collator, skip_bad=skip, keep_pixels=needs_pixels, cache=cache)
 
 

@@ -128,5 +128,5 @@ def _read_config(path: str) -> _Source:
         from tangram.config.yaml_config import read_run
 
         run = read_run(path)
-        data, model, seq_length = run.data.dataset_param, run.model.config, run.training.seq_length
+        data, model, seq_length = run.data.dataset_param, run.described, run.training.seq_length
     return _Source(data.basic_parameters.model_dump(), data.preprocess_parameters.model_dump(), data.attr, model, seq_length)

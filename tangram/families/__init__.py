@@ -1,5 +1,5 @@
 """Model families: Hugging Face config, tensor table, positions, template and tiny model of each."""
 
-from tangram.families.base import Family, get_family, register_family
+from tangram.families.base import Family, get_family, has_family, register_family
 
-__all__ = ["Family", "get_family", "register_family"]
+__all__ = ["Family", "get_family", "has_family", "register_family"]

@@ -102,6 +102,11 @@ def family_names() -> list[str]:
     return sorted(_families)
 
 
+def has_family(model_id: str) -> bool:
+    """Whether ``get_family`` knows the name."""
+    return model_id in family_names()
+
+
 def get_family(model_id: str) -> Family:
     """The family that ``model_id`` of model.json, or ``model_type`` of a Hugging Face config, names.
 

@@ -33,23 +33,38 @@ class LossTerms:
     """Scalar, int64."""
 
 
+def loss_weights(samples: Tensor, loss_type: str) -> tuple[Tensor, int]:
+    """What each cross-entropy of a micro-batch counts, and what the micro-batch adds to the denominator.
+
+    Args:
+        samples: [n], number of the sample that each supervised token belongs to, whatever row it lies in.
+
+    Returns:
+        Weights [n], fp32, and the denominator; the numerator is the weighted sum.
+
+    Raises:
+        ConfigError: unknown ``loss_type``.
+    """
+    count = samples.numel()
+    if loss_type == "per_token_loss":
+        return torch.ones(count, device=samples.device), count
+    if loss_type == "default":
+        return torch.full((count,), 1 / max(count, 1), device=samples.device), min(count, 1)
+    if loss_type == "per_sample_loss":
+        numbers, sample, tokens = samples.unique(return_inverse=True, return_counts=True)
+        return 1 / tokens[sample].float(), numbers.numel()
+    raise ConfigError(f"loss_type {loss_type!r} is unknown; known: {', '.join(get_args(LossType))}")
+
+
 def reduce_token_losses(token_losses: Tensor, samples: Tensor, loss_type: str) -> LossTerms:
     """Reduce the losses of one micro-batch's supervised tokens.
 
     Args:
         token_losses: [n], cross-entropy of each supervised token.
-        samples: [n], number of the sample that each belongs to, whatever row it lies in.
+        samples: as ``loss_weights``.
 
     Raises:
         ConfigError: unknown ``loss_type``.
     """
-    count = torch.tensor(token_losses.numel(), device=token_losses.device)
-    total = token_losses.float().sum()
-    if loss_type == "per_token_loss":
-        return LossTerms(total, count)
-    if loss_type == "default":
-        return LossTerms(total / count.clamp(min=1), count.clamp(max=1))
-    if loss_type == "per_sample_loss":
-        numbers, sample, tokens = samples.unique(return_inverse=True, return_counts=True)
-        return LossTerms((token_losses.float() / tokens[sample]).sum(), torch.tensor(numbers.numel(), device=token_losses.device))
-    raise ConfigError(f"loss_type {loss_type!r} is unknown; known: {', '.join(get_args(LossType))}")
+    weights, denominator = loss_weights(samples, loss_type)
+    return LossTerms((token_losses.float() * weights).sum(), torch.tensor(denominator, device=token_losses.device))

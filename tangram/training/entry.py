@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from tangram.backends.engine import Batch
-from tangram.backends.megatron.engine import ChunkBuilder, MegatronEngine
-from tangram.backends.megatron.forward import ForwardStep
-from tangram.backends.megatron.generators import MegatronGenerators
-from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
-from tangram.backends.megatron.parallel import shutdown
-from tangram.backends.megatron.settings import DTYPES
+from tangram.backends.dtypes import DTYPES
+from tangram.backends.engine import Batch, RunnableEngine
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.manager import CheckpointManager
 from tangram.config.hf_compare import description
@@ -32,7 +27,7 @@ from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
-from tangram.families import get_family
+from tangram.families import Family, get_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
 from tangram.training.failure import SharedFailure
@@ -43,8 +38,11 @@ from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.schedule import LearningRate
 from tangram.training.shared import from_first_rank
-from tangram.training.summary import summary_table
 from tangram.training.weights import put_weights
+
+if TYPE_CHECKING:
+    from tangram.backends.megatron.engine import ChunkBuilder
+    from tangram.backends.megatron.forward import ForwardStep
 
 Data = Iterable[Batch | Sequence[Batch]]
 """This rank's micro-batches, one by one as Megatron's entries give them, or as lists of those of one step."""
@@ -58,7 +56,9 @@ class Callbacks:
     """What an entry script replaces; None: the built-in."""
 
     build_chunk: ChunkBuilder | None = None
+    """megatron backend only."""
     forward_step: ForwardStep | None = None
+    """megatron backend only."""
     datasets: DatasetsProvider | None = None
 
 
@@ -77,29 +77,44 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     context = Context(run, args or argparse.Namespace(), current().device(int(os.environ.get("LOCAL_RANK", "0"))), DTYPES[run.training.dtype])
     set_context(context)
     try:
-        engine = MegatronEngine(run, build_chunk=callbacks.build_chunk, forward_step=callbacks.forward_step)
+        engine = build_engine(run, callbacks)
         with SharedFailure():
             progress = _train(run, engine, context, callbacks.datasets or default_datasets)
-        shutdown()
+        engine.close()
         return progress
     except Exception:
         # Leaving the process group can wait for ranks that never come.
         if world_size == 1 and dist.is_initialized():
-            shutdown()
+            dist.destroy_process_group()
         raise
     finally:
         set_context(None)
 
 
-def _train(run: RunConfig, engine: MegatronEngine, context: Context, datasets: DatasetsProvider) -> Progress:
+def build_engine(run: RunConfig, callbacks: Callbacks | None = None) -> RunnableEngine:
+    """This rank's part of the model, on the run's backend, with weights still to be put in. Joins the process group.
+
+    Raises:
+        ConfigError: as the engines.
+    """
+    callbacks = callbacks or Callbacks()
+    if run.backend == "fsdp2":
+        from tangram.backends.fsdp2.engine import Fsdp2Engine
+
+        return Fsdp2Engine(run)
+    from tangram.backends.megatron.engine import MegatronEngine
+
+    return MegatronEngine(run, build_chunk=callbacks.build_chunk, forward_step=callbacks.forward_step)
+
+
+def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: DatasetsProvider) -> Progress:
     training, copies = run.training, engine.data_parallel_size
     batch = global_batch_size(run, copies)
-    LOGGER.info("%s", summary_table(run, engine.model, engine.table, engine.topology, copies, batch))
+    LOGGER.info("%s", engine.summary(batch))
     manager = _manager(engine, run, batch)
     progress = put_weights(engine, manager)
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
-    context.needs_pixels = any(local.chunk.vision_first for local in engine.chunks)
-    context.reports_data = engine.ranks.tensor_parallel_rank == engine.ranks.pipeline_parallel_rank == 0
+    context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data
     _clear_the_way(run, progress)
     train_data, valid_data = datasets([training.train_iters * batch, training.eval_iters * batch, 0])[:2]
     count = batch // (training.micro_batch_size * copies)
@@ -110,7 +125,7 @@ def _train(run: RunConfig, engine: MegatronEngine, context: Context, datasets: D
 def _clear_the_way(run: RunConfig, progress: Progress) -> None:
     """Remove what earlier runs left that this one makes anew, before any rank looks for it."""
     if dist.get_rank() == 0:
-        forget_caches(run, get_family(run.model.config.model_id))
+        forget_caches(run, _family(run))
         if progress.consumed_samples == 0:
             bad_sample_report(run).start_anew()
     if dist.get_world_size() > 1:
@@ -118,7 +133,7 @@ def _clear_the_way(run: RunConfig, progress: Progress) -> None:
 
 
 def _loop(
-    engine: MegatronEngine,
+    engine: RunnableEngine,
     manager: CheckpointManager,
     run: RunConfig,
     batch: int,
@@ -128,7 +143,7 @@ def _loop(
 ) -> Progress:
     training, rank = run.training, dist.get_rank()
     folder = Path(training.save) if training.save else None
-    known = {"model": description(run.model.config)}
+    known = {"model": description(run.described)}
     if folder is not None and rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.yaml").write_text(dump(run), encoding="utf-8")
@@ -208,7 +223,7 @@ def _report_memory(rank: int, step: int) -> None:
 def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps] | None, None]:
     """The data that the run's data.json names; it never ends, so the sample counts are not needed."""
     context = get_context()
-    family = get_family(context.run.model.config.model_id)
+    family = _family(context.run)
 
     def loader(split: str, consumed: int) -> Steps:
         place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
@@ -217,11 +232,15 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
     return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_validation(context.run) else None, None
 
 
-def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointManager:
+def _family(run: RunConfig) -> Family:
+    return get_family(run.described.model_id)
+
+
+def _manager(engine: RunnableEngine, run: RunConfig, batch: int) -> CheckpointManager:
     source = run.model.hf_dir or run.model.load
     has_config = source is not None and Path(source, "config.json").is_file()
     facts = RunFacts(
-        family=get_family(run.model.config.model_id).name,
+        family=_family(run).name,
         topology=engine.topology,
         data_parallel=engine.data_parallel_size,
         hf_config=read_hf_config(source) if has_config and source is not None else {},
@@ -235,8 +254,8 @@ def _manager(engine: MegatronEngine, run: RunConfig, batch: int) -> CheckpointMa
         facts,
         engine.chunks,
         engine.canonical_shapes,
-        MegatronOptimizerState(engine.optimizer, [local.parameters for local in engine.chunks]),
-        MegatronGenerators(),
+        engine.optimizer_state(),
+        engine.generators(),
         no_save_optim=training.no_save_optim,
         no_save_rng=training.no_save_rng,
         no_load_optim=training.no_load_optim,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tangram.backends.megatron.engine import MegatronEngine
-from tangram.checkpoints.fresh import initialize
+from tangram.backends.engine import RunnableEngine
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.kinds import kind_of_weights
 from tangram.checkpoints.load_hf import load_hf
@@ -16,7 +15,7 @@ from tangram.training.logs import LOGGER
 from tangram.training.loop import Progress
 
 
-def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
+def put_weights(engine: RunnableEngine, manager: CheckpointManager) -> Progress:
     """Fill the engine's parameters, and its optimizer where a training checkpoint is resumed.
 
     Returns:
@@ -27,17 +26,13 @@ def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
         CheckpointError, PlacementError: weights that are missing, left over, damaged or of another model or split.
     """
     run = engine.run
-    placements = [local.placement for local in engine.chunks]
-    parameters = [local.parameters for local in engine.chunks]
-    if run.model.hf_dir is not None:
-        compare_with_hf(engine.model, run.model.hf_dir)
+    placements = [placement for _, placement, _ in engine.chunks]
+    parameters = [held for _, _, held in engine.chunks]
+    described = run.model.config
+    if run.model.hf_dir is not None and described is not None:
+        compare_with_hf(described, run.model.hf_dir)
     if run.model.load is None:
-        encoder = engine.model.image_encoder
-        std = {"text": engine.model.text_decoder.init_method_std}
-        if encoder is not None:
-            std["vision"] = encoder.vision_encoder.init_method_std
-        initialize(placements, parameters, run.training.seed, std)  # type: ignore[arg-type]
-        engine.weights_changed()
+        engine.random_weights(run.training.seed)
         LOGGER.info("weights: random, from seed %d (the same at every split)", run.training.seed)
         return Progress()
     kind = kind_of_weights(run.model.load, "load")
@@ -47,12 +42,13 @@ def put_weights(engine: MegatronEngine, manager: CheckpointManager) -> Progress:
         skipped, empty = (resumed.extra.get(key, 0) for key in ("skipped", "skipped_samples"))
         return Progress(resumed.step, resumed.consumed_samples, skipped, empty)
     if kind == "Hugging Face directory":
-        compare_with_hf(engine.model, run.model.load)
+        if described is not None:
+            compare_with_hf(described, run.model.load)
         with_hf = HFDirectory(Path(run.model.load))
         report = load_hf(with_hf, placements, parameters, cast=run.model.cast_weights, shapes=engine.canonical_shapes)
     else:
         directory, cast = MMDirectory(run.model.load), run.model.cast_weights
-        report = load_mm(directory, placements, parameters, engine.topology, engine.model, cast=cast, padded_vocab=run.padded_vocab)
+        report = load_mm(directory, placements, parameters, engine.topology, run.described, cast=cast, padded_vocab=run.padded_vocab)
     engine.weights_changed()
     LOGGER.info("weights: %s %s: %s", kind, run.model.load, report)
     return Progress()

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.megatron.forward import ForwardStep, check_report, get_batch, report_loss
-from tangram.backends.megatron.parallel import ParallelRanks, initialize
-from tangram.backends.megatron.settings import DTYPES, ddp_config, freeze_arguments, optimizer_config
+from tangram.backends.megatron.generators import MegatronGenerators
+from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
+from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdown
+from tangram.backends.megatron.settings import ddp_config, freeze_arguments, optimizer_config
 from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -86,6 +89,8 @@ class MegatronEngine:
         first, last = self._tied_copies(modules)
         self.models = self._wrap(modules)
         self.optimizer = self._make_optimizer()
+        self.needs_pixels = any(local.chunk.vision_first for local in self.chunks)
+        self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == 0
         self._forward_step = forward_step or _default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
         self._prepare_schedule(first, last)
 
@@ -265,6 +270,34 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         for model in self.models:
             model.zero_grad_buffer()
+
+    def random_weights(self, seed: int) -> None:
+        """Start from random weights, the same at every split."""
+        from tangram.checkpoints.fresh import initialize as draw
+
+        std = {"text": self.model.text_decoder.init_method_std}
+        if self.model.image_encoder is not None:
+            std["vision"] = self.model.image_encoder.vision_encoder.init_method_std
+        draw([local.placement for local in self.chunks], [local.parameters for local in self.chunks], seed, std)  # type: ignore[arg-type]
+        self.weights_changed()
+
+    def optimizer_state(self) -> MegatronOptimizerState:
+        """The optimizer as checkpoints see it."""
+        return MegatronOptimizerState(self.optimizer, [local.parameters for local in self.chunks])
+
+    def generators(self) -> MegatronGenerators:
+        """megatron-core's random generators, which dropout in tensor-parallel regions draws from."""
+        return MegatronGenerators()
+
+    def summary(self, global_batch_size: int) -> str:
+        """Tables for the start of the log."""
+        from tangram.backends.megatron.summary import summary_table
+
+        return summary_table(self.run, self.model, self.table, self.topology, self.data_parallel_size, global_batch_size)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        shutdown()
 
     def weights_changed(self) -> None:
         """Tell the optimizer that parameters were written to, so that its fp32 masters follow."""

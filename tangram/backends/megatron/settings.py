@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from tangram.backends.dtypes import DTYPES
 from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def freeze_arguments(model: ModelConfig) -> dict[str, bool]:
     """Arguments of the assembled model's ``freeze``."""

@@ -1,0 +1,5 @@
+"""Names of element types in run files."""
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

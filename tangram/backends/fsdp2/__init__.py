@@ -1,0 +1,1 @@
+"""Hugging Face models sharded by torch's ``fully_shard``."""

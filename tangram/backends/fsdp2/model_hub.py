@@ -1,0 +1,80 @@
+"""From a Hugging Face directory to a model whose weights are still to be put in."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from tangram.backends.fsdp2.registry import model_register
+from tangram.config.fsdp2 import Fsdp2Config
+from tangram.config.patterns import match_each
+from tangram.errors import ConfigError
+
+
+class ModelHub:
+    """Builds models of run files."""
+
+    @staticmethod
+    def build(config: Fsdp2Config) -> nn.Module:
+        """The model in fp32, frozen where the run file says so, without the weights of the files.
+
+        With ``init_model_with_meta_device`` its parameters take no memory yet; buffers are always real, for constructors compute them.
+
+        Raises:
+            ConfigError: the directory is no model's, the class is unknown, or a pattern of ``freeze`` matches nothing.
+        """
+        from transformers import AutoConfig
+
+        source = config.model
+        try:
+            hf = AutoConfig.from_pretrained(
+                source.model_name_or_path,
+                trust_remote_code=source.trust_remote_code,
+                attn_implementation=source.attn_implementation,
+                local_files_only=True,
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
+        model_class: Any = model_class_of(source.model_id, hf)
+        with _on_meta() if config.training.init_model_with_meta_device else nullcontext():
+            model = model_class._from_config(hf, dtype=torch.float32)
+        freeze(model, source.freeze)
+        return model
+
+
+def model_class_of(model_id: str | None, hf: Any) -> type:
+    """The registered class, or the one of transformers that config.json names.
+
+    Raises:
+        ConfigError: unknown.
+    """
+    import transformers
+
+    if model_id is not None:
+        return model_register.get(model_id)
+    names = getattr(hf, "architectures", None) or []
+    if not names or not inspect.isclass(getattr(transformers, names[0], None)):
+        raise ConfigError(f"config.json names the architectures {names}, of which transformers has none; give model.model_id and a plug-in")
+    return getattr(transformers, names[0])
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Switch off the gradients of all parameters of the modules that match.
+
+    Raises:
+        ConfigError: as ``match_each``.
+    """
+    modules = dict(model.named_modules())
+    for paths in match_each(patterns, [path for path in modules if path], "model.freeze").values():
+        for path in paths:
+            modules[path].requires_grad_(False)
+
+
+def _on_meta() -> AbstractContextManager[Any]:
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)

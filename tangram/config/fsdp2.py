@@ -1,0 +1,218 @@
+"""The six sections of a run file of the ``fsdp2`` backend, under the names that MindSpeed-MM's FSDP2 files use.
+
+``tangram.config.fsdp2_run`` turns them into the ``RunConfig`` that the loop, the data and the checkpoints know; what concerns this backend
+alone is read from here (``run.fsdp2``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tangram.config.data import DataConfig
+from tangram.config.parsing import LocalPath, Section
+from tangram.config.tools import ToolsConfig
+
+Patterns = list[str]
+"""Module paths in the language of ``tangram.config.patterns``."""
+FloatType = Literal["fp16", "bf16", "fp32"]
+
+
+class FsdpPlan(Section):
+    """Which modules are sharded as units of their own, and how."""
+
+    apply_modules: Patterns = []
+    """In order of execution, which is also the order of prefetching. What no unit holds belongs to the root."""
+    ignored_modules: Patterns = []
+    """Their parameters are not sharded: every rank holds them whole."""
+    hook_modules: Patterns | None = None
+    """Units below one of these modules are gathered when it is entered, all at once, rather than each by itself."""
+    param_dtype: FloatType | None = None
+    """Type that weights are gathered in and computed with; None: fp32. The sharded weights themselves are fp32."""
+    reduce_dtype: FloatType | None = None
+    """Type that gradients are summed in; None: ``param_dtype``."""
+    output_dtype: FloatType | None = None
+    cast_forward_inputs: bool = True
+    reshard_after_forward: bool = True
+    """Free gathered weights after a unit's forward pass and gather them again for its backward pass."""
+    num_to_forward_prefetch: int = Field(default=0, ge=0)
+    """Units that are gathered ahead; 0: torch's own choice."""
+    num_to_backward_prefetch: int = Field(default=0, ge=0)
+    pregather: bool = False
+    """Gather all units before the first forward pass of a step."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and optimizer state in host memory."""
+
+
+class EpPlan(Section):
+    """Which modules hold experts, and how tokens reach them."""
+
+    apply_modules: Patterns = []
+    apply_efsdp_modules: Patterns = []
+    """Expert modules that are sharded over the ranks that hold the same experts; none given: ``apply_modules``."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    use_npu_fused_ops: bool = True
+
+
+class Fsdp2Parallel(Section):
+    data_parallel_size: int | None = Field(default=None, ge=1)
+    """None: what the number of processes leaves; else it must be that."""
+    fully_shard_parallel_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Ranks that share one copy of the weights, context-parallel ranks included; fewer than all: copies (HSDP)."""
+    tensor_parallel_size: int = 1
+    ulysses_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a sample."""
+    ring_attention_size: int = 1
+    expert_parallel_size: int = Field(default=1, ge=1)
+    expert_fully_shard_parallel_size: int | None = Field(default=None, ge=1)
+    fsdp_plan: FsdpPlan = FsdpPlan()
+    ep_plan: EpPlan = EpPlan()
+    distributed_timeout_minutes: int = Field(default=10, ge=1)
+    distributed_backend: Literal["gloo", "nccl", "hccl"] | None = None
+    """None: what the platform offers."""
+
+
+class Fsdp2Model(Section):
+    model_id: str | None = None
+    """Of a class that ``model_register`` knows; None: the class that config.json names, as transformers has it."""
+    model_name_or_path: LocalPath
+    """Hugging Face directory: config.json, and the weights where ``training.load`` names none."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    trust_remote_code: bool = False
+    freeze: Patterns = []
+    """Modules whose parameters are not trained."""
+
+
+class RecomputePlan(Section):
+    apply_modules: Patterns = []
+    use_reentrant: bool = False
+
+
+class LossConfig(Section):
+    loss_type: Literal["raw", "default", "per_sample_loss", "per_token_loss"] = "default"
+    """raw: the model's own loss. The others: see ``tangram.losses.modes``."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+
+
+class ChunkLossPlan(Section):
+    apply_module: str = "lm_head"
+    chunk_size: int = Field(default=1024, ge=1)
+    """Positions of each row that reach the head at a time."""
+    total_chunk_size: int = Field(default=4096, ge=1)
+    """The same over all rows, with ``enable_dynamic_chunk_loss``."""
+
+
+class ActivationOffloadPlan(Section):
+    apply_modules: Patterns = []
+
+
+class ChunkMbsPlan(Section):
+    apply_modules: Patterns = []
+    chunk_mbs: int = Field(default=1, ge=1)
+    batch_dim: int = 0
+    chunk_arg_indexs: list[int] = [0]
+    chunk_kwarg_names: list[str] = []
+
+
+class Fsdp2Features(Section):
+    recompute: bool = False
+    recompute_plan: RecomputePlan = RecomputePlan()
+    loss_cfg: LossConfig = LossConfig()
+    enable_chunk_loss: bool = False
+    enable_dynamic_chunk_loss: bool = False
+    chunkloss_plan: ChunkLossPlan = ChunkLossPlan()
+    enable_activation_offload: bool = False
+    activation_offload_plan: ActivationOffloadPlan = ActivationOffloadPlan()
+    enable_chunk_mbs: bool = False
+    chunkmbs_plan: ChunkMbsPlan = ChunkMbsPlan()
+
+
+class LrScale(Section):
+    match: str
+    """Regular expression for the beginning of a parameter's name (Python's ``re.match``); the first that matches counts."""
+    scale: float = Field(default=1.0, gt=0)
+
+
+class Fsdp2Training(Section):
+    micro_batch_size: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    train_iters: int | None = Field(default=None, ge=1)
+    train_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the data in place of ``train_iters``."""
+    seq_length: int = Field(default=1024, ge=1)
+    """Longest sample, tokens; ``cutoff_len`` of the data may be shorter."""
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    lr: float = Field(default=5e-5, gt=0)
+    lr_min: float = Field(default=0.0, ge=0)
+    lr_start: float = Field(default=0.0, ge=0)
+    """Rate of the first step of a warm-up."""
+    lr_warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_ratio: float = Field(default=1.0, gt=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    no_decay_modules: list[str] = []
+    """Class names of modules whose parameters have no weight decay."""
+    no_decay_params: list[str] = []
+    """Parts of parameter names that have none."""
+    lr_scaling_plan: list[LrScale] = []
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    adam_fused: bool = True
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    matched_adamw_rms: float = Field(default=0.2, gt=0)
+    ns_steps: int = Field(default=5, ge=1)
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+    clip_grad_foreach: bool = True
+    use_deter_comp: bool = False
+    init_model_with_meta_device: bool = False
+    """True: weights are first made where they stay, each rank its own part. False: every rank builds the whole model in host memory first,
+    which models need whose constructors compute something."""
+    load: LocalPath | None = None
+    """Weights to start from: a Hugging Face directory or a training checkpoint; None: those of ``model_name_or_path`` where it has any."""
+    load_format: Literal["auto", "hf", "dcp"] = "auto"
+    no_load_optim: bool = False
+    no_load_rng: bool = False
+    random_init: bool = False
+    """Start from random weights although ``model_name_or_path`` has some."""
+    save: LocalPath | None = None
+    save_interval: int | None = Field(default=None, ge=1)
+    save_format: Literal["dcp", "hf"] = "dcp"
+    save_async: bool = False
+    save_ckpt_dtype: FloatType | None = None
+    save_total_limit: int | None = Field(default=None, ge=1)
+    """Checkpoints that are kept; None: all."""
+    save_hf_interval: int | None = Field(default=None, ge=1)
+    """Steps after which the weights are also written as a Hugging Face directory."""
+    no_save_optim: bool = False
+    no_save_rng: bool = False
+    log_interval: int = Field(default=1, ge=1)
+    val_interval: int | None = Field(default=None, ge=1)
+    val_iters: int | None = Field(default=None, ge=1)
+    """Global batches of a validation; None: all of the validation data."""
+    exit_interval: int | None = Field(default=None, ge=1)
+    manual_gc_interval: int = Field(default=0, ge=0)
+    metrics_file: LocalPath | None = None
+    plugin: list[str] = []
+    """Python files, folders, or dotted names of packages, imported first; they register models and datasets."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Fsdp2Training:
+        if (self.train_iters is None) == (self.train_epochs is None):
+            raise ValueError(f"train_iters {self.train_iters} and train_epochs {self.train_epochs}: give one of them")
+        return self
+
+
+class Fsdp2Config(Section):
+    """A whole run file of this backend."""
+
+    backend: Literal["fsdp2"] = "fsdp2"
+    parallel: Fsdp2Parallel = Fsdp2Parallel()
+    data: DataConfig
+    model: Fsdp2Model
+    features: Fsdp2Features = Fsdp2Features()
+    training: Fsdp2Training
+    tools: ToolsConfig = ToolsConfig()

@@ -1,0 +1,89 @@
+"""A run file of the ``fsdp2`` backend as a ``RunConfig``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tangram.config.fsdp2 import Fsdp2Config, Fsdp2Training
+from tangram.config.model import ModelConfig
+from tangram.config.parsing import parse_section
+from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
+from tangram.config.sources import model_from_hf, read_hf_config
+from tangram.errors import ConfigError
+from tangram.families import has_family
+
+
+def run_of(config: Fsdp2Config, where: str) -> RunConfig:
+    """What loop, data and checkpoints know of the run; the rest is ``RunConfig.fsdp2``.
+
+    Raises:
+        ConfigError: settings that contradict each other, or a model directory that cannot be read.
+    """
+    content: dict[str, Any] = {
+        "backend": "fsdp2",
+        "parallel": _parallel(config),
+        "model": _model(config),
+        "data": config.data,
+        "training": _training(config.training, config.features.loss_cfg.loss_type, config.parallel.fsdp_plan.param_dtype or "fp32"),
+        "tools": config.tools,
+        "fsdp2": config,
+    }
+    return parse_section(RunConfig, content, where)
+
+
+def _parallel(config: Fsdp2Config) -> ParallelConfig:
+    parallel = config.parallel
+    return ParallelConfig(distributed_timeout_minutes=parallel.distributed_timeout_minutes, distributed_backend=parallel.distributed_backend)
+
+
+def _model(config: Fsdp2Config) -> ModelSource:
+    directory = config.model.model_name_or_path
+    load = config.training.load
+    if load is None and not config.training.random_init and any(Path(directory).glob("*.safetensors")):
+        load = directory
+    if config.training.load is not None and config.training.random_init:
+        raise ConfigError(f"training.random_init is true, but training.load names weights ({load}); remove one of them")
+    described: ModelConfig | None = None
+    if has_family(str(read_hf_config(directory)["model_type"])):
+        described = model_from_hf(directory)
+    return ModelSource(config=described, hf_dir=directory, load=load, cast_weights=True)
+
+
+def _training(own: Fsdp2Training, loss_type: str, dtype: str) -> TrainingConfig:
+    if own.train_iters is None:
+        raise ConfigError("training.train_epochs is not supported yet; give train_iters")
+    iterations = own.train_iters
+    return TrainingConfig(
+        micro_batch_size=own.micro_batch_size,
+        gradient_accumulation_steps=own.gradient_accumulation_steps,
+        seq_length=own.seq_length,
+        train_iters=iterations,
+        seed=own.seed,
+        dtype=dtype,  # type: ignore[arg-type]
+        lr=own.lr,
+        min_lr=own.lr_min,
+        lr_warmup_init=own.lr_start,
+        lr_warmup_iters=int(iterations * own.lr_warmup_ratio),
+        lr_decay_style=own.lr_decay_style,
+        lr_decay_iters=max(1, int(iterations * own.lr_decay_ratio)),
+        weight_decay=own.weight_decay,
+        adam_beta1=own.adam_beta1,
+        adam_beta2=own.adam_beta2,
+        adam_eps=own.adam_eps,
+        clip_grad=own.clip_grad,
+        loss_type=loss_type,  # type: ignore[arg-type]
+        log_interval=own.log_interval,
+        eval_interval=own.val_interval,
+        eval_iters=own.val_iters or 0,
+        exit_interval=own.exit_interval,
+        save=own.save,
+        save_interval=own.save_interval,
+        no_save_optim=own.no_save_optim,
+        no_save_rng=own.no_save_rng,
+        no_load_optim=own.no_load_optim,
+        no_load_rng=own.no_load_rng,
+        num_workers=0,
+        metrics_file=own.metrics_file,
+        deterministic=own.use_deter_comp,
+    )
