@@ -116,7 +116,7 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: D
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data
     _clear_the_way(run, progress)
-    train_data, valid_data = datasets([training.train_iters * batch, training.eval_iters * batch, 0])[:2]
+    train_data, valid_data = datasets([training.train_iters * batch, (training.eval_iters or 0) * batch, 0])[:2]
     count = batch // (training.micro_batch_size * copies)
     valid = None if valid_data is None else lambda: steps_of(valid_data() if callable(valid_data) else valid_data, count)
     return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress)
