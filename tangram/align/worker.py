@@ -139,9 +139,7 @@ def _own_share(engine: MegatronEngine, batch: dict[str, torch.Tensor], task: Tas
     return parts[engine.data_parallel_rank :: engine.data_parallel_size]
 
 
-def _observe(
-    engine: MegatronEngine, step: ObservingStep, mine: list[dict[str, Any]], batch: dict[str, torch.Tensor], task: Task, rank: int
-) -> None:
+def _observe(engine: MegatronEngine, step: ObservingStep, mine: list[dict[str, Any]], batch: dict[str, torch.Tensor], task: Task, rank: int) -> None:
     step.logits = []
     engine.evaluate(mine)
     write_pieces(_logit_pieces(engine, step.logits, tuple(batch["input_ids"].shape), task), logits_file(task.folder, rank))

@@ -36,6 +36,8 @@ def _resolve_plugin(value: str, info: ValidationInfo) -> str:
 Names = Annotated[list[str], BeforeValidator(_listed)]
 Patterns = Names
 """Module paths in the language of ``tangram.config.patterns``."""
+FolderOrNone = Annotated[LocalPath | None, BeforeValidator(lambda value: None if value == "" else value)]
+"""An empty text is none, as files of MindSpeed-MM have it."""
 Plugin = Annotated[str, AfterValidator(_resolve_plugin)]
 FloatType = Literal["fp16", "bf16", "fp32"]
 
@@ -201,14 +203,14 @@ class Fsdp2Training(Section):
     init_model_with_meta_device: bool = False
     """True: weights are first made where they stay, each rank its own part. False: every rank builds the whole model in host memory first,
     which models need whose constructors compute something."""
-    load: LocalPath | None = None
+    load: FolderOrNone = None
     """Weights to start from: a Hugging Face directory or a training checkpoint; None: those of ``model_name_or_path`` where it has any."""
     load_format: Literal["auto", "hf", "dcp"] = "auto"
     no_load_optim: bool = False
     no_load_rng: bool = False
     random_init: bool = False
     """Start from random weights although ``model_name_or_path`` has some."""
-    save: LocalPath | None = None
+    save: FolderOrNone = None
     save_interval: int | None = Field(default=None, ge=1)
     save_format: Literal["dcp", "hf"] = "dcp"
     save_async: bool = False

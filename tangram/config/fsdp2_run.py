@@ -10,6 +10,7 @@ from tangram.config.model import ModelConfig
 from tangram.config.parsing import parse_section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.config.sources import model_from_hf, read_hf_config
+from tangram.errors import ConfigError
 from tangram.families import has_family
 
 SEQ_LENGTH = 1024
@@ -44,6 +45,8 @@ def _model(config: Fsdp2Config) -> ModelSource:
     load = config.training.load
     if load is None and not config.training.random_init and any(Path(directory).glob("*.safetensors")):
         load = directory
+    if not Path(directory).is_dir():
+        raise ConfigError(f"model.model_name_or_path {directory}: no such folder; give the model's Hugging Face directory (nothing is downloaded)")
     described: ModelConfig | None = None
     if has_family(str(read_hf_config(directory)["model_type"])):
         described = model_from_hf(directory)
