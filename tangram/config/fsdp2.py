@@ -75,7 +75,6 @@ class EpPlan(Section):
     apply_efsdp_modules: Patterns = []
     """Expert modules that are sharded over the ranks that hold the same experts; none given: ``apply_modules``."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    use_npu_fused_ops: bool = True
 
 
 class Fsdp2Parallel(Section):
@@ -228,6 +227,7 @@ class Fsdp2Training(Section):
     """Global batches of a validation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
     manual_gc_interval: int = Field(default=0, ge=0)
+    """Steps after which all ranks collect garbage together; 0: Python does when it likes."""
     metrics_file: LocalPath | None = None
     plugin: Annotated[list[Plugin], BeforeValidator(_listed)] = []
     """Python files, folders, or dotted names of packages, imported first; they register models and datasets."""

@@ -90,6 +90,7 @@ def training_of(config: Fsdp2Config, iterations: int | None = None) -> TrainingC
         no_save_rng=own.no_save_rng,
         no_load_optim=own.no_load_optim,
         no_load_rng=own.no_load_rng,
+        manual_gc_interval=own.manual_gc_interval,
         num_workers=config.data.dataloader_param.num_workers,
         metrics_file=own.metrics_file,
         deterministic=own.use_deter_comp,
