@@ -221,6 +221,8 @@ class Fsdp2Training(Section):
     no_save_optim: bool = False
     no_save_rng: bool = False
     log_interval: int = Field(default=1, ge=1)
+    log_tps: bool = False
+    """Write tokens per sample to the log line."""
     val_interval: int = Field(default=0, ge=0)
     """Steps after which validation data are read; 0: never."""
     val_iters: int | None = Field(default=None, ge=1)

@@ -81,6 +81,7 @@ def training_of(config: Fsdp2Config, iterations: int | None = None) -> TrainingC
         clip_grad=own.clip_grad,
         loss_type=config.features.loss_cfg.loss_type,
         log_interval=own.log_interval,
+        log_tps=own.log_tps,
         eval_interval=own.val_interval or None,
         eval_iters=own.val_iters if own.val_interval else 0,
         exit_interval=own.exit_interval,
