@@ -57,9 +57,12 @@ class Sharded(Section):
 
 
 def write_run_file(
-    folder: Path, sharded: Sharded, hf_dir: Path, family: str, *, dtype: str, micro_batch_size: int, steps: int, lr: float, clip_grad: float, seed: int
+    folder: Path, sharded: Sharded, hf_dir: Path, family: str, *, dtype: str, micro_batch_size: int, seed: int, steps: int, lr: float, clip_grad: float
 ) -> None:
     """Write the run file of a comparison, on which ``sharded.settings`` are laid when it is read.
+
+    Args:
+        family: says which modules are sharded as units of their own.
 
     Raises:
         ConfigError: a setting of ``OWN_KEYS``.
