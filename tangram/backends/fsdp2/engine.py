@@ -98,6 +98,15 @@ class Fsdp2Engine:
         self.sharded.free()
         return result
 
+    @torch.no_grad()
+    def logits(self, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Logits of each micro-batch, ``[b, s, V]``, without a loss; dropout is off. All ranks go through all of theirs."""
+        self.module.eval()
+        for batch, lacking in zip(micro_batches, self._lacking_passes(micro_batches), strict=True):
+            self.vision.lack(lacking)
+            yield self.module(**forward_arguments(self.module, batch, self.meshes.device)).logits
+        self.sharded.free()
+
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
         learnt = [Supervised.of(batch, self.run.training.loss_type, self.meshes.device) for batch in micro_batches]
         denominator, tokens = self._totals(learnt)
