@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss
 from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
-from tangram.backends.fsdp2.optimizer import build_optimizer, clip, global_norm
+from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
 from tangram.backends.fsdp2.placement import local_start, local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import shard
@@ -51,6 +52,7 @@ class Fsdp2Engine:
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.module = ModelHub.build(self.settings)
+        prepare(self.module, self.settings.features)
         self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
         self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -59,7 +61,7 @@ class Fsdp2Engine:
         self.chunks: list[LocalChunk] = [
             (self.topology.order[0], placement, {name: local_value(self.parameters[name]) for name in placement.tensors})  # type: ignore[misc]
         ]
-        self.optimizer = build_optimizer(self.module, run.training)
+        self.optimizer = ShardedOptimizer(self.module, self.settings.training)
         self._loss: float | None = None
 
     def random_weights(self, seed: int) -> None:
@@ -160,13 +162,11 @@ class Fsdp2Engine:
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients. A loss or gradient that is not finite on any rank changes nothing anywhere."""
         assert self._loss is not None, "step() follows forward_backward()"
-        norm = global_norm(self.parameters.values(), self.meshes.device)
+        norm = self.optimizer.norm(self.meshes.device)
         skipped = not (math.isfinite(norm) and math.isfinite(self._loss))
         if not skipped:
-            clip(self.parameters.values(), norm, self.run.training.clip_grad)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            self.optimizer.clip(norm, self.run.training.clip_grad, self.settings.training.clip_grad_foreach)
+            self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self._loss = None
         return StepResult(grad_norm=norm, skipped=skipped)
@@ -193,7 +193,7 @@ class Fsdp2Engine:
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""
         held = self.chunks[0][2]
-        return ShardOptimizerState(self.optimizer, {n: p for n, p in self.parameters.items() if p.requires_grad and n in held})
+        return ShardOptimizerState(self.optimizer.torch, {name: shard for name, shard in self.optimizer.shards.items() if name in held})
 
     def generators(self) -> None:
         """There are none besides torch's own."""
