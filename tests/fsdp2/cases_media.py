@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tangram.backends.fsdp2.engine import Fsdp2Engine
 from tests.fsdp2.kit import engine_of, read, write_run
 from tests.fsdp2.media import Rows, dealt
 from tests.fsdp2.truth import check_gradients, truth, whole_gradients
@@ -23,13 +24,10 @@ def compare(
     changes: Mapping[str, Any] | None = None,
     kinds: tuple[str, ...] = PAIRS,
     frozen: str | None = None,
-    recompute: bool = False,
-) -> None:
+) -> Fsdp2Engine:
     """A step and an evaluation of the engine against one process of transformers."""
     batches = [Rows(hf, seed).batch(kind) for seed, kind in enumerate(kinds)]
     engine = engine_of(read(write_run(folder / f"rank_{os.environ['RANK']}", hf, changes)))
-    if recompute:
-        engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     mine = dealt(batches, engine.data_parallel_rank, engine.data_parallel_size)
     loss, gradients = truth(hf, batches, frozen=frozen)
     what = f"{hf.parent.name} {changes} {kinds}"
@@ -41,6 +39,7 @@ def compare(
     norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
     result = engine.step(1e-9)
     assert abs(result.grad_norm - float(norm)) < 1e-5 * float(norm), f"{what}: norm {result.grad_norm}, expected {norm}"
+    return engine
 
 
 def families(folders: list[Path], folder: Path) -> None:
@@ -59,7 +58,8 @@ def towers(hf: Path, folder: Path) -> None:
     """A tower that is frozen, recomputed, part of the root, or whole on every rank."""
     compare(hf, folder / "frozen", {"model": {"freeze": ["model.visual"]}}, frozen="model.visual")
     compare(hf, folder / "root", {"parallel": {"fsdp_plan": {"apply_modules": []}}})
-    compare(hf, folder / "recomputed", recompute=True)
+    recomputed = ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]
+    compare(hf, folder / "recomputed", {"features": {"recompute": True, "recompute_plan": {"apply_modules": recomputed}}})
     compare(hf, folder / "text", kinds=("text",) * 4)
     plan = {"apply_modules": ["model.language_model.layers.{*}"], "ignored_modules": ["model.visual"]}
     compare(hf, folder / "ignored", {"parallel": {"fsdp_plan": plan}})
