@@ -114,11 +114,12 @@ class Fsdp2Engine:
         denominator, tokens = self._totals(learnt)
         lacking = self._lacking_passes(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.meshes.device)
+        routers = self.settings.features.loss_cfg.router_aux_loss_coef / (len(micro_batches) * self.data_parallel_size) if backward else 0.0
         for at, (batch, one) in enumerate(zip(micro_batches, learnt, strict=True)):
             self.vision.lack(lacking[at])
             if backward:
                 self.sharded.begin(last=at == len(micro_batches) - 1)
-            loss = self._loss_of(batch, one.scaled(1 / max(denominator, 1)))
+            loss = self._loss_of(batch, one.scaled(1 / max(denominator, 1)), routers)
             if backward:
                 loss.backward()
             total += loss.detach()
@@ -156,16 +157,29 @@ class Fsdp2Engine:
             most[-1] = max(1, most[-1])
         return [wanted - made for wanted, made in zip(most, own.tolist(), strict=True)]
 
-    def _loss_of(self, batch: Batch, learnt: Supervised) -> Tensor:
-        """What a micro-batch adds to the loss of the global batch."""
+    def _loss_of(self, batch: Batch, learnt: Supervised, routers: float) -> Tensor:
+        """What a micro-batch adds to the loss of the global batch.
+
+        Args:
+            routers: what the auxiliary loss of its routers counts; 0: nothing, as in an evaluation.
+        """
         model: Any = self.module
         arguments = forward_arguments(model, batch, self.meshes.device)
-        if self.run.training.loss_type == "raw":
-            if len(learnt.targets) == 0:
-                return model(**arguments).logits.float().sum() * 0
-            return model(**arguments, labels=batch["labels"].to(self.meshes.device, non_blocking=True)).loss * learnt.share
-        model.loss_function = SupervisedLoss(learnt)
-        return model(**arguments, labels=batch["labels"].to(self.meshes.device, non_blocking=True)).loss
+        labels = batch["labels"].to(self.meshes.device, non_blocking=True)
+        if routers:
+            arguments["output_router_logits"] = True
+        if self.run.training.loss_type != "raw":
+            model.loss_function = SupervisedLoss(learnt)
+            output = model(**arguments, labels=labels)
+            loss = output.loss
+        elif len(learnt.targets):
+            output = model(**arguments, labels=labels)
+            loss = output.loss * learnt.share
+        else:
+            # The model's own loss would be a mean over nothing.
+            output = model(**arguments)
+            loss = output.logits.float().sum() * 0
+        return loss + routers * output.aux_loss if routers else loss
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
