@@ -18,7 +18,7 @@ from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
-from tangram.backends.fsdp2.placement import local_start, local_value, place_shards, whole_shapes
+from tangram.backends.fsdp2.placement import local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import shard
 from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
@@ -56,7 +56,7 @@ class Fsdp2Engine:
         self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
         self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
-        self.canonical_shapes = whole_shapes(self.module)
+        self.canonical_shapes = whole_shapes(self.module, run.model.config)
         placement = place_shards(self.module, self.topology, run.model.config)
         self.chunks: list[LocalChunk] = [
             (self.topology.order[0], placement, {name: local_value(self.parameters[name]) for name in placement.tensors})  # type: ignore[misc]
@@ -208,10 +208,10 @@ class Fsdp2Engine:
         return self._canonical(found)
 
     def _canonical(self, tensors: Mapping[str, Tensor]) -> Iterator[CanonicalTensor]:
-        for name, tensor in tensors.items():
-            held = local_value(tensor)
-            if held.numel():
-                yield CanonicalTensor(name, local_start(tensor), self.canonical_shapes[name], held)
+        for name, layout in self.chunks[0][1].tensors.items():
+            if name in tensors:
+                (block,) = layout.blocks
+                yield CanonicalTensor(name, block.canonical_start, self.canonical_shapes[name], block.to_canonical(local_value(tensors[name])))
 
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""
