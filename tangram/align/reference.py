@@ -136,8 +136,7 @@ def observe(model: torch.nn.Module, batch: Tensors) -> Observation:
     loss = token_loss(logits, batch["labels"])
     loss.backward()
     gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-        for name, parameter in model.named_parameters()
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach() for name, parameter in model.named_parameters()
     }
     return Observation(loss=float(loss.detach()), logits=logits.detach(), gradients=gradients)
 

@@ -142,8 +142,8 @@ def _patches(pixels: Sequence[Sequence[np.ndarray] | None]) -> torch.Tensor | No
     return torch.from_numpy(np.concatenate([patches for of_sample in wanted for patches in of_sample])) if wanted else None
 
 
-COLLATORS: dict[str, type[Collator]] = {"qwen2vl": Collator}
-"""Collators by the ``model_name`` of data.json's ``collate_param``."""
+COLLATORS: dict[str, type[Collator]] = {"qwen2vl": Collator, "qwen3vl": Collator}
+"""Collators by the ``model_name`` of data.json's ``collate_param``; one class under both names of public files."""
 
 
 def get_collator(name: str) -> type[Collator]:
