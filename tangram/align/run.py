@@ -26,6 +26,7 @@ from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, gradient_
 from tangram.checkpoints.expert_stacks import turned_stacks
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.reader import TensorInfo
+from tangram.config.fsdp2_sizes import sizes
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
 from tangram.errors import CheckpointError, ConfigError, name_some
@@ -203,8 +204,6 @@ def check_run_files(tasks: Sequence[Task]) -> None:
     Raises:
         ConfigError: settings that the schema does not have, or that do not fit each other or the number of processes.
     """
-    from tangram.backends.fsdp2.meshes import sizes
-
     for task in tasks:
         if isinstance(task.split, Sharded):
             settings = read_run_file(task.folder, task.split).fsdp2
@@ -241,10 +240,8 @@ def make_task(
         micro_batch_size = -(-rows // max(2, split.processes if isinstance(split, Sharded) else split.data))
     if isinstance(split, Sharded):
         training = curve or Curve(steps=1, lr=1e-3)
-        sizes = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad}
-        write_run_file(
-            out, split, subject.directory.resolve(), subject.family.name, dtype=dtype, micro_batch_size=micro_batch_size, seed=seed or 0, **sizes
-        )
+        how = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad, "seed": seed or 0}
+        write_run_file(out, split, subject.directory.resolve(), subject.family.name, dtype=dtype, micro_batch_size=micro_batch_size, **how)
     return Task(
         name=str(split),
         hf_dir=str(subject.directory.resolve()),
