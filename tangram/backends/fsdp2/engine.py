@@ -18,6 +18,7 @@ from tangram.backends.fsdp2.optimizer import build_optimizer, clip, global_norm
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
 from tangram.backends.fsdp2.placement import local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import shard
+from tangram.backends.fsdp2.ulysses import share_of, share_tokens
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
 from tangram.config.run import RunConfig
@@ -49,6 +50,8 @@ class Fsdp2Engine:
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.module = ModelHub.build(self.settings)
+        if self.meshes.ulysses is not None:
+            share_tokens(self.module, self.meshes.ulysses)
         shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
         _materialise(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -91,7 +94,7 @@ class Fsdp2Engine:
         return self._run(micro_batches, backward=False)
 
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
-        learnt = [Supervised.of(batch, self.run.training.loss_type, self.meshes.device) for batch in micro_batches]
+        learnt = [self._supervised(batch) for batch in micro_batches]
         counts = torch.tensor([sum(one.denominator for one in learnt), sum(len(one.targets) for one in learnt)], device=self.meshes.device)
         dist.all_reduce(counts, group=self._data_group)
         denominator, tokens = counts.tolist()
@@ -103,6 +106,14 @@ class Fsdp2Engine:
             total += loss.detach()
         dist.all_reduce(total, group=self._data_group)
         return ForwardResult(loss=float(total), weight=denominator, tokens=tokens)
+
+    def _supervised(self, batch: Batch) -> Supervised:
+        """The learnt positions whose logits this rank computes."""
+        whole = Supervised.of(batch, self.run.training.loss_type, self.meshes.device)
+        if self.meshes.ulysses is None:
+            return whole
+        share = share_of(batch["labels"].shape[1], self.meshes.ulysses)
+        return whole.columns_of(share.start, share.size, counts=share.rank == 0)
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:

@@ -50,6 +50,15 @@ class Supervised:
         """With weights multiplied by ``factor``."""
         return Supervised(self.rows, self.columns, self.targets, self.weights * factor, self.denominator)
 
+    def columns_of(self, start: int, size: int, counts: bool) -> Supervised:
+        """The part whose logits lie in columns ``start`` to ``start + size``, which become 0 to ``size``.
+
+        Args:
+            counts: this part brings the whole denominator; exactly one of the parts must.
+        """
+        ours = (self.columns >= start) & (self.columns < start + size)
+        return Supervised(self.rows[ours], self.columns[ours] - start, self.targets[ours], self.weights[ours], self.denominator if counts else 0)
+
 
 def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Arguments of the model's forward; labels are not among them.
