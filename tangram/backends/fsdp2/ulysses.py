@@ -157,29 +157,23 @@ class _TextLayer:
 
 
 class _Tower:
-    """The vision tower. One instance hooks into all of it, for its mergers must know how the whole was shared."""
+    """Hooks of a vision tower. Its mergers must know how the pass that they are in was shared, which the first block sees."""
 
     def __init__(self, group: dist.ProcessGroup, cell: int) -> None:
         self.group, self.cell = group, cell
         self.cells: list[int] | None = None
         """Merged cells of each rank; None: too few for all, so that every rank has the whole."""
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        patches: Tensor = args[0] if args else kwargs["hidden_states"]
-        self.cells = self._cells(patches.shape[0])
-
-    def _cells(self, patches: int) -> list[int] | None:
-        cells, ranks = patches // self.cell, dist.get_world_size(self.group)
-        return shares(cells, ranks) if cells >= ranks else None
-
     def enter_block(self, first: bool) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             rotary: tuple[Tensor, Tensor] = kwargs["position_embeddings"]
-            cells = self._cells(rotary[0].shape[0])
-            if cells is None:
+            cells, ranks = rotary[0].shape[0] // self.cell, dist.get_world_size(self.group)
+            if first:
+                self.cells = shares(cells, ranks) if cells >= ranks else None
+            if self.cells is None:
                 return args, kwargs
             ends: Tensor = kwargs["cu_seqlens"]
-            share = Share(self.group, [self.cell * count for count in cells], ends)
+            share = Share(self.group, [self.cell * count for count in self.cells], ends)
             if first:
                 args = (share.own(args[0], 0), *args[1:])
             ours = {"position_embeddings": tuple(share.own(part, 0) for part in rotary), "cu_seqlens": ends.new_tensor([0, share.size])}
@@ -194,7 +188,6 @@ class _Tower:
 def _share_tower(tower: Any, group: dist.ProcessGroup) -> None:
     _use_own_attention(tower.config)
     hooks = _Tower(group, tower.spatial_merge_size**2)
-    tower.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     for number, block in enumerate(tower.blocks):
         block.register_forward_pre_hook(hooks.enter_block(first=number == 0), with_kwargs=True)
     for merger in (tower.merger, *getattr(tower, "deepstack_merger_list", ())):
