@@ -20,6 +20,7 @@ from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
 from tangram.backends.fsdp2.placement import local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import shard
+from tangram.backends.fsdp2.ulysses import share_of, share_tokens
 from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
@@ -53,6 +54,8 @@ class Fsdp2Engine:
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.module = ModelHub.build(self.settings)
         prepare(self.module, self.settings.features)
+        if self.meshes.ulysses is not None:
+            share_tokens(self.module, self.meshes.ulysses)
         self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
         self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -110,7 +113,7 @@ class Fsdp2Engine:
         self.sharded.free()
 
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
-        learnt = [Supervised.of(batch, self.run.training.loss_type, self.meshes.device) for batch in micro_batches]
+        learnt = [self._supervised(batch) for batch in micro_batches]
         denominator, tokens = self._totals(learnt)
         lacking = self._lacking_passes(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.meshes.device)
@@ -125,6 +128,14 @@ class Fsdp2Engine:
             total += loss.detach()
         dist.all_reduce(total, group=self._data_group)
         return ForwardResult(loss=float(total), weight=denominator, tokens=tokens)
+
+    def _supervised(self, batch: Batch) -> Supervised:
+        """The learnt positions whose logits this rank computes."""
+        whole = Supervised.of(batch, self.run.training.loss_type, self.meshes.device)
+        if self.meshes.ulysses is None:
+            return whole
+        share = share_of(batch["labels"].shape[1], self.meshes.ulysses)
+        return whole.columns_of(share.start, share.size, counts=share.rank == 0)
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:

@@ -54,6 +54,22 @@ class Supervised:
         """With weights multiplied by ``factor``."""
         return replace(self, weights=self.weights * factor, share=self.share * factor)
 
+    def columns_of(self, start: int, size: int, counts: bool) -> Supervised:
+        """The part whose logits lie in columns ``start`` to ``start + size``, which become 0 to ``size``.
+
+        Args:
+            counts: this part brings the whole denominator; exactly one of the parts must.
+        """
+        ours = (self.columns >= start) & (self.columns < start + size)
+        return replace(
+            self,
+            rows=self.rows[ours],
+            columns=self.columns[ours] - start,
+            targets=self.targets[ours],
+            weights=self.weights[ours],
+            denominator=self.denominator if counts else 0,
+        )
+
 
 def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Arguments of the model's forward; labels are not among them.
