@@ -84,7 +84,7 @@ class Chunked(Wrapped):
     def _join(self, outputs: list[tuple[int, Any]]) -> Any:
         dim = self.plan.batch_dim
         flat = [tree_flatten(output) for _, output in outputs]
-        joined = []
+        joined: list[Tensor | None] = []
         for number, values in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
             if all(value is None for value in values):
                 joined.append(None)
