@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss
@@ -153,7 +156,18 @@ class Fsdp2Engine:
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""
         held = self.chunks[0][2]
-        return ShardOptimizerState(self.optimizer, {n: p for n, p in self.parameters.items() if p.requires_grad and n in held})
+        trained = {n: p for n, p in self.parameters.items() if p.requires_grad and n in held}
+        return ShardOptimizerState(self.optimizer, trained, masters={n for n in trained if self.stored_as[n] != torch.float32})
+
+    @cached_property
+    def stored_as(self) -> Mapping[str, torch.dtype]:
+        """What is computed in ``param_dtype`` is stored so, its fp32 values as masters; ``save_ckpt_dtype`` replaces the type for all."""
+        given = self.settings.training.save_ckpt_dtype
+        computed = DTYPES[self.run.training.dtype]
+        return {
+            name: DTYPES[given] if given is not None else computed if isinstance(parameter, DTensor) else parameter.dtype
+            for name, parameter in self.parameters.items()
+        }
 
     def generators(self) -> None:
         """There are none besides torch's own."""
