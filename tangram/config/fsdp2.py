@@ -152,7 +152,7 @@ class Fsdp2Training(Section):
     lr_decay_ratio: float = Field(default=1.0, gt=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
     no_decay_modules: list[str] = []
-    """Class names of modules whose parameters have no weight decay."""
+    """Parts of class names of modules whose own parameters have no weight decay, such as RMSNorm."""
     no_decay_params: list[str] = []
     """Parts of parameter names that have none."""
     lr_scaling_plan: list[LrScale] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,20 @@ from torch.distributed.tensor import DTensor
 
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss
 from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
-from tangram.backends.fsdp2.optimizer import build_optimizer, clip, global_norm
+from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
 from tangram.backends.fsdp2.placement import local_start, local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import shard
+from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
 from tangram.config.run import RunConfig
-from tangram.errors import ConfigError
+from tangram.errors import DataError
 from tangram.placement.topology import Topology
 
 
@@ -52,15 +55,16 @@ class Fsdp2Engine:
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.module = ModelHub.build(self.settings)
-        shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
-        _materialise(self.module, self.meshes.device)
+        prepare(self.module, self.settings.features)
+        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
+        self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.canonical_shapes = whole_shapes(self.module)
         placement = place_shards(self.module, self.topology, run.model.config)
         self.chunks: list[LocalChunk] = [
             (self.topology.order[0], placement, {name: local_value(self.parameters[name]) for name in placement.tensors})  # type: ignore[misc]
         ]
-        self.optimizer = build_optimizer(self.module, run.training)
+        self.optimizer = ShardedOptimizer(self.module, self.settings.training)
         self._loss: float | None = None
 
     def random_weights(self, seed: int) -> None:
@@ -77,13 +81,17 @@ class Fsdp2Engine:
         initialize([placement], [parameters], seed, std)  # type: ignore[arg-type]
 
     def weights_changed(self) -> None:
-        """Nothing derives from the sharded parameters."""
+        """What was gathered before is gathered anew."""
+        self.sharded.free()
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Run this rank's micro-batches of one global batch; gradients are final and unclipped afterwards."""
         self.optimizer.zero_grad()
         self.module.train()
+        if self.settings.parallel.fsdp_plan.pregather:
+            self.sharded.gather()
         result = self._run(micro_batches, backward=True)
+        self.sharded.sum_whole()
         self._loss = result.loss
         return result
 
@@ -91,15 +99,19 @@ class Fsdp2Engine:
     def evaluate(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Loss without gradients; dropout is off."""
         self.module.eval()
-        return self._run(micro_batches, backward=False)
+        result = self._run(micro_batches, backward=False)
+        self.sharded.free()
+        return result
 
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
         learnt = [Supervised.of(batch, self.run.training.loss_type, self.meshes.device) for batch in micro_batches]
-        counts = torch.tensor([sum(one.denominator for one in learnt), sum(len(one.targets) for one in learnt)], device=self.meshes.device)
-        dist.all_reduce(counts, group=self._data_group)
-        denominator, tokens = counts.tolist()
+        denominator, tokens = self._totals(learnt)
+        lacking = self._lacking_passes(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.meshes.device)
-        for batch, one in zip(micro_batches, learnt, strict=True):
+        for at, (batch, one) in enumerate(zip(micro_batches, learnt, strict=True)):
+            self.vision.lack(lacking[at])
+            if backward:
+                self.sharded.begin(last=at == len(micro_batches) - 1)
             loss = self._loss_of(batch, one.scaled(1 / max(denominator, 1)))
             if backward:
                 loss.backward()
@@ -109,27 +121,55 @@ class Fsdp2Engine:
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold different samples; None: all."""
         return None
 
+    def _totals(self, learnt: Sequence[Supervised]) -> tuple[int, int]:
+        """Denominator and learnt tokens of the global batch.
+
+        Raises:
+            DataError: ranks hold different numbers of micro-batches, on every rank.
+        """
+        mine = torch.tensor([sum(one.denominator for one in learnt), sum(len(one.targets) for one in learnt), len(learnt)], device=self.meshes.device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._data_group))]
+        dist.all_gather(every, mine, group=self._data_group)
+        denominators, tokens, counts = torch.stack(every).T.tolist()
+        if len(set(counts)) > 1:
+            raise DataError(f"ranks hold {counts} micro-batches of one global batch; give each the same number, filled up with rows without labels")
+        return sum(denominators), sum(tokens)
+
+    def _lacking_passes(self, micro_batches: Sequence[Batch]) -> list[int]:
+        """How many passes of the vision tower this rank makes, in each micro-batch, for other ranks' sake."""
+        own = torch.tensor([self.vision.passes(batch) for batch in micro_batches], dtype=torch.int64)
+        ends = torch.cat([own, -own]).to(self.meshes.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._data_group)
+        most, least = ends[: len(own)].tolist(), (-ends[len(own) :]).tolist()
+        self.vision.check(least, most)
+        if self.meshes.copies > 1 and max(most, default=0) > 0:
+            # Copies sum their gradients in the last micro-batch alone, and only of what it reaches.
+            most[-1] = max(1, most[-1])
+        return [wanted - made for wanted, made in zip(most, own.tolist(), strict=True)]
+
     def _loss_of(self, batch: Batch, learnt: Supervised) -> Tensor:
-        model = self.module
-        if self.run.training.loss_type == "raw":
-            raise ConfigError("loss_type raw is not supported yet")
-        model.loss_function = SupervisedLoss(learnt)  # type: ignore[assignment]
+        """What a micro-batch adds to the loss of the global batch."""
+        model: Any = self.module
         arguments = forward_arguments(model, batch, self.meshes.device)
-        return model(**arguments, labels=batch["labels"].to(self.meshes.device)).loss
+        if self.run.training.loss_type == "raw":
+            if len(learnt.targets) == 0:
+                return model(**arguments).logits.float().sum() * 0
+            return model(**arguments, labels=batch["labels"].to(self.meshes.device, non_blocking=True)).loss * learnt.share
+        model.loss_function = SupervisedLoss(learnt)
+        return model(**arguments, labels=batch["labels"].to(self.meshes.device, non_blocking=True)).loss
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients. A loss or gradient that is not finite on any rank changes nothing anywhere."""
         assert self._loss is not None, "step() follows forward_backward()"
-        norm = global_norm(self.parameters.values(), self.meshes.device)
+        norm = self.optimizer.norm(self.meshes.device)
         skipped = not (math.isfinite(norm) and math.isfinite(self._loss))
         if not skipped:
-            clip(self.parameters.values(), norm, self.run.training.clip_grad)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            self.optimizer.clip(norm, self.run.training.clip_grad, self.settings.training.clip_grad_foreach)
+            self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self._loss = None
         return StepResult(grad_norm=norm, skipped=skipped)
@@ -156,14 +196,13 @@ class Fsdp2Engine:
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""
         held = self.chunks[0][2]
-        trained = {n: p for n, p in self.parameters.items() if p.requires_grad and n in held}
-        return ShardOptimizerState(self.optimizer, trained, masters={n for n in trained if self.stored_as[n] != torch.float32})
+        shards = {name: shard for name, shard in self.optimizer.shards.items() if name in held}
+        return ShardOptimizerState(self.optimizer.torch, shards, masters={name for name in shards if self.stored_as[name] != torch.float32})
 
     @cached_property
     def stored_as(self) -> Mapping[str, torch.dtype]:
         """What is computed in ``param_dtype`` is stored so, its fp32 values as masters; ``save_ckpt_dtype`` replaces the type for all."""
-        given = self.settings.training.save_ckpt_dtype
-        computed = DTYPES[self.run.training.dtype]
+        given, computed = self.settings.training.save_ckpt_dtype, DTYPES[self.run.training.dtype]
         return {
             name: DTYPES[given] if given is not None else computed if isinstance(parameter, DTensor) else parameter.dtype
             for name, parameter in self.parameters.items()
@@ -181,14 +220,3 @@ class Fsdp2Engine:
         """Leave the process group."""
         dist.destroy_process_group()
 
-
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give sharded parameters memory and move buffers, which are real already, to the device."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
-    else:
-        model.to(device)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])

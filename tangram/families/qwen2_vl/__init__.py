@@ -15,6 +15,7 @@ QWEN2_VL = Family(
     rope_index=rope_index,
     template="qwen2vl",
     tiny=write_tiny,
+    backends=("megatron", "fsdp2"),
     from_hub=((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model.")),
     to_hub=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
 )
