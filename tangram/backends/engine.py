@@ -86,12 +86,14 @@ class RunnableEngine(Engine, Protocol):
         canonical_shapes: name and shape of every tensor of the whole model.
         topology: the split over tensor-parallel ranks and stages.
         needs_pixels: this rank runs the vision tower.
+        axes: sizes of the split that ``topology`` does not know.
         stored_as: types that checkpoints store parameters in; None: their own.
         reports_data: this rank is the one, of those with the same ``data_parallel_rank``, that lists skipped samples.
     """
 
     run: RunConfig
     topology: Topology
+    axes: Mapping[str, int]
     needs_pixels: bool
     reports_data: bool
 

@@ -29,9 +29,9 @@ from tangram.checkpoints.dcp_manifest import (
 from tangram.checkpoints.dcp_ranks import gather, on_coordinator, rank, together
 from tangram.checkpoints.dcp_rng import Generators, capture, restore, rng_key
 from tangram.checkpoints.dcp_state import LocalChunk, LocalState, OptimizerState, model_state, optimizer_state
+from tangram.checkpoints.publish import publish, remove_stale, temporary_name, write_text
 from tangram.checkpoints.retention import remove_oldest
 from tangram.checkpoints.stored_types import StoredAs
-from tangram.checkpoints.publish import publish, remove_stale, temporary_name, write_text
 from tangram.errors import CheckpointError, name_some
 from tangram.placement.table import Shape
 
@@ -218,7 +218,7 @@ class CheckpointManager:
         if self.optimizer is not None:
             plan.add_optimizer(self.optimizer.parameters(loading=True), fresh=self.no_load_optim)
         own = rng_key(rank())
-        if not self.no_load_rng and manifest.rng and manifest.split == self.facts.split() and own in plan.stored:
+        if not self.no_load_rng and manifest.rng and self.facts.has_ranks_of(manifest) and own in plan.stored:
             plan.add_bytes(own)
         elif not self.no_load_rng and rank() == 0:
             log.warning("%s: random state not restored: %s", folder, "the split is another one" if manifest.rng else "none was saved")

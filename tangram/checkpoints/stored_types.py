@@ -26,7 +26,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     found = tensor.detach().to(dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and bool((found.isinf() & tensor.isfinite()).any()):
-        raise CheckpointError(f"{name}: holds {float(tensor.abs().max()):.3g}, more than fp16 can (65504); store it in bf16 or fp32 (save_ckpt_dtype)")
+        raise CheckpointError(f"{name}: holds {float(tensor.abs().max()):.3g}, more than fp16 can (65504); set save_ckpt_dtype bf16 or fp32")
     return found
 
 
