@@ -1,4 +1,4 @@
-"""Training curves of one model at several splits."""
+"""Training curves of one model at several splits, on either backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from tangram.align.batch import write_batch
 from tangram.align.launch import finish, running
 from tangram.align.reference import load_reference, loss_curve
-from tangram.align.run import TORCH_DTYPES, check_split, make_task, open_subject, prepare_batch, workplace
+from tangram.align.run import TORCH_DTYPES, check_run_files, check_split, make_task, open_subject, prepare_batch, workplace
+from tangram.align.sharded import Sharded
 from tangram.align.task import RESULT_FILE, Curve, Dtype, Split
 
 CURVE_TOLERANCE = 1e-6
@@ -52,7 +53,7 @@ def relative(a: float, b: float) -> float:
 
 def compare_curves(
     hf_dir: Path,
-    splits: Sequence[Split],
+    splits: Sequence[Split | Sharded],
     steps: int,
     *,
     lr: float = 1e-4,
@@ -73,13 +74,14 @@ def compare_curves(
         TangramError: as ``align``.
     """
     with workplace() as work:
-        subject = open_subject(hf_dir, work, plugins)
+        subject = open_subject(hf_dir, work, plugins, {split.backend for split in splits})
         for split in splits:
             check_split(subject, split)
         batch, _ = prepare_batch(subject, batch_file)
         file = write_batch(batch, work)
         how = {"dtype": dtype, "micro_batch_size": micro_batch_size, "seed": seed, "curve": Curve(steps=steps, lr=lr)}
         tasks = [make_task(subject, split, file, work / f"split_{number}", **how) for number, split in enumerate(splits)]  # type: ignore[arg-type]
+        check_run_files(tasks)
         losses: dict[str, Sequence[float]] = {}
         with running(tasks, work) as process:
             if reference and seed is None:

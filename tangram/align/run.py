@@ -6,8 +6,8 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,16 @@ from tangram.align.default_batch import default_batch, with_positions
 from tangram.align.launch import finish, running
 from tangram.align.observation import Observation, write_observation
 from tangram.align.reference import load_reference, observe
+from tangram.align.sharded import Sharded, read_run_file, write_run_file
 from tangram.align.standin import runnable_directory
 from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, gradient_file, logits_file
+from tangram.checkpoints.expert_stacks import turned_stacks
+from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.reader import TensorInfo
+from tangram.config.fsdp2_sizes import sizes
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
-from tangram.errors import CheckpointError, ConfigError
+from tangram.errors import CheckpointError, ConfigError, name_some
 from tangram.families.base import Family, get_family
 from tangram.families.plugins import load_plugins
 from tangram.placement.proof import prove_table
@@ -50,22 +55,24 @@ class Subject:
     replaced: dict[str, int] = field(default_factory=dict)
 
 
-def open_subject(hf_dir: Path, work: Path, plugins: Sequence[str] = ()) -> Subject:
+def open_subject(hf_dir: Path, work: Path, plugins: Sequence[str] = (), backends: Iterable[str] = ("megatron",)) -> Subject:
     """Read the config of ``hf_dir``.
 
     Args:
         work: folder for a changed copy of the config, where one is needed.
         plugins: Python files or folders to import first.
+        backends: that are to run it.
 
     Raises:
         CheckpointError: no such directory.
-        ConfigError: its config.json is missing or cannot be represented, no backend runs the family, or a plug-in cannot be imported.
+        ConfigError: its config.json is missing or cannot be represented, a backend does not run the family, or a plug-in cannot be imported.
     """
     load_plugins(plugins)
     if not hf_dir.is_dir():
         raise CheckpointError(f"{hf_dir}: no such directory; give a Hugging Face model directory, or write a small one with 'tangram tiny'")
     family = get_family(str(read_mapping(hf_dir / "config.json").get("model_type")))
-    family.check_backend("megatron")
+    for backend in sorted(set(backends)):
+        family.check_backend(backend)
     directory, replaced = runnable_directory(hf_dir, work / "hf")
     model = family.from_hf_config(read_mapping(directory / "config.json"))
     return Subject(directory, family, model, tuple(str(Path(plugin).resolve()) for plugin in plugins), replaced)
@@ -76,7 +83,7 @@ class Outcome:
     """What an alignment found."""
 
     report: Report
-    split: Split
+    split: Split | Sharded
     loss: float
     reference_loss: float
     batch: Mapping[str, torch.Tensor]
@@ -86,6 +93,7 @@ class Outcome:
         """Everything but the tensors, as JSON types."""
         return {
             **self.report.as_dict(),
+            "backend": self.split.backend,
             "split": self.split.model_dump(),
             "loss": self.loss,
             "reference_loss": self.reference_loss,
@@ -104,7 +112,7 @@ def workplace() -> Iterator[Path]:
 
 def align(
     hf_dir: Path,
-    splits: Sequence[Split],
+    splits: Sequence[Split | Sharded],
     *,
     dtype: Dtype = "fp32",
     batch_file: Path | None = None,
@@ -119,7 +127,7 @@ def align(
     All splits run in one launch of processes, each on as many as it needs.
 
     Args:
-        splits: at least one.
+        splits: at least one; of either backend.
         batch_file: ``batch.safetensors``; None: a batch of real pictures and text, see ``default_batch``.
         micro_batch_size: rows per micro-batch; None: two micro-batches.
         dump: folder for the batch, and the logits and gradients of the last split.
@@ -132,7 +140,7 @@ def align(
         TangramError: the directory, split, or batch cannot be used, or a process failed.
     """
     with workplace() as work:
-        subject = open_subject(hf_dir, work, plugins)
+        subject = open_subject(hf_dir, work, plugins, {split.backend for split in splits})
         for split in splits:
             check_split(subject, split)
         batch, notes = prepare_batch(subject, batch_file)
@@ -142,30 +150,65 @@ def align(
             make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size, checkpoint=own)
             for number, (split, own) in enumerate(zip(splits, weights, strict=True))
         ]
+        check_run_files(tasks)
         with running(tasks, work) as process:
             expected = observe(load_reference(subject.directory, TORCH_DTYPES[dtype]), batch)
             finish(process, tasks, work)
+        expected = canonical(expected, subject)
         outcomes = []
         for task in tasks:
             actual, replicas = collect(task)
+            wanted, frozen = without_frozen(expected, task)
             limit = TOLERANCES[dtype] if tolerance is None else tolerance
-            report = compare(actual, expected, batch["attention_mask"], limit, extra=replicas)
-            outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, tuple(notes)))
+            report = compare(actual, wanted, batch["attention_mask"], limit, extra=replicas)
+            outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, (*notes, *frozen)))
             if dump is not None and task is tasks[-1]:
                 write_batch(batch, dump)
                 write_observation(actual, dump)
         return outcomes
 
 
-def check_split(subject: Subject, split: Split) -> None:
-    """Refuse a split that the model does not allow, before any process starts.
+def check_split(subject: Subject, split: Split | Sharded) -> None:
+    """Refuse a split of the megatron backend that the model does not allow, before any process starts.
 
     Raises:
         ConfigError: layer lists that do not fit.
         PlacementError: heads, or another size, that tensor parallelism does not divide.
     """
+    if isinstance(split, Sharded):
+        return
     padded = padded_vocabulary(subject.model.text_decoder.vocab_size, split.tensor)
     prove_table(subject.family.tensor_table(subject.model, padded), split.topology(subject.model))
+
+
+def canonical(observed: Observation, subject: Subject) -> Observation:
+    """What transformers found, with stacked experts as ``[experts, in, out]``, whichever way round its version has them."""
+    shapes = {name: shape for name, shape in HFDirectory(subject.directory, subject.family).shapes.items() if len(shape) == 3}
+    infos = {name: TensorInfo(tuple(observed.gradients[name].shape), torch.float32) for name in shapes if name in observed.gradients}
+    other = turned_stacks(shapes, infos, "transformers") if infos else frozenset()
+    gradients = {name: value.transpose(1, 2) if name in other else value for name, value in observed.gradients.items()}
+    return replace(observed, gradients=gradients)
+
+
+def without_frozen(expected: Observation, task: Task) -> tuple[Observation, list[str]]:
+    """The reference without gradients of parameters that the task froze, and a note that says how many."""
+    frozen = json.loads(_written(task.folder / RESULT_FILE).read_text(encoding="utf-8"))["frozen"]
+    kept = {name: value for name, value in expected.gradients.items() if name not in set(frozen)}
+    note = [f"{len(frozen)} frozen parameters (model.freeze) have no gradient to compare: {name_some(frozen)}"] if frozen else []
+    return replace(expected, gradients=kept), note
+
+
+def check_run_files(tasks: Sequence[Task]) -> None:
+    """Read the run files of the fsdp2 backend as the processes will.
+
+    Raises:
+        ConfigError: settings that the schema does not have, or that do not fit each other or the number of processes.
+    """
+    for task in tasks:
+        if isinstance(task.split, Sharded):
+            settings = read_run_file(task.folder, task.split).fsdp2
+            assert settings is not None
+            sizes(settings.parallel, task.split.processes)
 
 
 def prepare_batch(subject: Subject, batch_file: Path | None) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -180,7 +223,7 @@ def prepare_batch(subject: Subject, batch_file: Path | None) -> tuple[dict[str, 
 
 def make_task(
     subject: Subject,
-    split: Split,
+    split: Split | Sharded,
     batch_file: Path,
     out: Path,
     *,
@@ -190,10 +233,15 @@ def make_task(
     checkpoint: Path | None = None,
     curve: Curve | None = None,
 ) -> Task:
-    """What the processes are told. Without ``micro_batch_size`` the batch becomes two micro-batches, or as many as there are copies of
-    the model where these are more."""
-    rows = read_batch(batch_file, subject.model)["input_ids"].shape[0]
-    parts = max(2, split.data)
+    """What the processes are told, in part by a run file that is written to ``out``. Without ``micro_batch_size`` the batch becomes two
+    micro-batches, or as many as there are copies of the model where these are more."""
+    if micro_batch_size is None:
+        rows = read_batch(batch_file, subject.model)["input_ids"].shape[0]
+        micro_batch_size = -(-rows // max(2, split.processes if isinstance(split, Sharded) else split.data))
+    if isinstance(split, Sharded):
+        training = curve or Curve(steps=1, lr=1e-3)
+        how = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad, "seed": seed or 0}
+        write_run_file(out, split, subject.directory.resolve(), subject.family.name, dtype=dtype, micro_batch_size=micro_batch_size, **how)
     return Task(
         name=str(split),
         hf_dir=str(subject.directory.resolve()),
@@ -204,7 +252,7 @@ def make_task(
         seed=seed,
         checkpoint=str(checkpoint.resolve()) if checkpoint else None,
         batch=str(batch_file.resolve()),
-        micro_batch_size=micro_batch_size if micro_batch_size is not None else -(-rows // parts),
+        micro_batch_size=micro_batch_size,
         curve=curve,
         out=str(out.resolve()),
     )

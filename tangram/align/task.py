@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
 from tangram.config.model import LayerList, ModelConfig
 from tangram.config.parsing import Section
@@ -18,7 +19,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class Split(Section):
-    """How the model is divided over processes."""
+    """How the model is divided over processes on the megatron backend."""
 
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
@@ -30,6 +31,10 @@ class Split(Section):
     llm_pp_layers: LayerList | None = None
     """Text layers per stage. None: evenly, the last stages getting what is left over."""
     distributed_optimizer: bool = False
+
+    @property
+    def backend(self) -> Literal["megatron"]:
+        return "megatron"
 
     @property
     def processes(self) -> int:
@@ -90,7 +95,7 @@ class Task(Section):
     model: ModelConfig
     plugins: list[str] = []
     """Python files or folders that register families and components."""
-    split: Split
+    split: Split | Sharded
     dtype: Dtype = "fp32"
     seed: int | None = None
     """None: start from the weights of ``hf_dir``; a number: from random weights."""
@@ -108,8 +113,16 @@ class Task(Section):
         return Path(self.out)
 
     def run_config(self) -> RunConfig:
-        """The run that the engine is built from. Dropout is off, as in the reference."""
-        topology = self.split.topology(self.model)
+        """The run that the engine is built from. Dropout is off, as in the reference.
+
+        On the fsdp2 backend it is the run file in ``out``; there models have no dropout but what their config.json says.
+        """
+        if isinstance(self.split, Sharded):
+            return read_run_file(self.folder, self.split)
+        return self._megatron_run(self.split)
+
+    def _megatron_run(self, split: Split) -> RunConfig:
+        topology = split.topology(self.model)
         curve = self.curve or Curve(steps=1, lr=1e-3)
         return RunConfig(
             model=ModelSource(config=_without_dropout(self.model), hf_dir=self.hf_dir, load=None if self.seed is not None else self.hf_dir),
@@ -120,12 +133,12 @@ class Task(Section):
                 )
             ),
             parallel=ParallelConfig(
-                tensor_model_parallel_size=self.split.tensor,
-                pipeline_model_parallel_size=self.split.pipeline,
-                virtual_pipeline_model_parallel_size=self.split.virtual if self.split.virtual > 1 else None,
+                tensor_model_parallel_size=split.tensor,
+                pipeline_model_parallel_size=split.pipeline,
+                virtual_pipeline_model_parallel_size=split.virtual if split.virtual > 1 else None,
                 vit_pp_layers=[list(row) for row in topology.vision],
                 llm_pp_layers=[list(row) for row in topology.text],
-                use_distributed_optimizer=self.split.distributed_optimizer,
+                use_distributed_optimizer=split.distributed_optimizer,
             ),
             training=TrainingConfig(
                 micro_batch_size=self.micro_batch_size,

@@ -12,6 +12,7 @@ from tangram.cli.parser import Parser
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tangram.align.sharded import Sharded
     from tangram.align.task import Split
 
 EPILOG = """\
@@ -20,9 +21,15 @@ examples:
   tangram align --hf runs/tiny --pp 2 --vit-pp-layers [2,2] --llm-pp-layers [0,4]
   tangram align --hf runs/tiny --pp 2 --vpp 2 --dump runs/seen     then look at logits.safetensors and grads.safetensors
   tangram align --hf runs/tiny --tp 2 --dp 2 --steps 20            compare a training curve instead of one batch
+  tangram align --hf runs/tiny --backend fsdp2 --nproc 2
+  tangram align --hf runs/tiny --backend fsdp2 --nproc 2 features.enable_chunk_loss=true parallel.ulysses_parallel_size=2
+
+On the fsdp2 backend the settings are keys of the run file; blocks, merger and layers are sharded where they do not say otherwise
+(parallel.fsdp_plan.apply_modules). --tp, --pp, --vpp, --dp and the layer lists are megatron's.
 
 The exit status is 0 if everything lies within the tolerance, else 1.
 """
+MEGATRON_OPTIONS = ("--tp", "--pp", "--vpp", "--dp", "--vit-pp-layers", "--llm-pp-layers")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -32,10 +39,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--hf", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
     checkpoint = "training checkpoint, or mp_rank directory of this split, whose weights the split model takes; proves that --hf is the same model"
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=checkpoint)
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (1)")
+    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="fsdp2: keys of the run file, the value as YAML")
+    parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron", help="what runs the split model (megatron)")
+    parser.add_argument("--nproc", type=int, default=None, metavar="N", help="fsdp2: processes (1)")
+    parser.add_argument("--tp", type=int, default=None, metavar="N", help="tensor-parallel size (1)")
     parser.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline-parallel size (as --llm-pp-layers says, or 1)")
     parser.add_argument("--vpp", type=int, default=None, metavar="N", help="virtual stages per pipeline rank (as --llm-pp-layers says, or 1)")
-    parser.add_argument("--dp", type=int, default=1, metavar="N", help="copies of the model, each with its share of the batch (1)")
+    parser.add_argument("--dp", type=int, default=None, metavar="N", help="copies of the model, each with its share of the batch (1)")
     parser.add_argument("--vit-pp-layers", metavar="LIST", help="vision layers per stage, such as [2,2] or [[2,1],[1,0]] (all on the first)")
     parser.add_argument("--llm-pp-layers", metavar="LIST", help="text layers per stage (evenly)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of the split model; the reference is fp32 (fp32)")
@@ -54,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write what is asked for."""
-    split = read_split(args)
+    split = read_sharded(args) if args.backend == "fsdp2" else read_split(args)
     for name in ("micro_batch_size", "steps"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -72,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return _compare_curves(args, split)
 
 
-def _compare_batch(args: argparse.Namespace, split: Split) -> int:
+def _compare_batch(args: argparse.Namespace, split: Split | Sharded) -> int:
     from tangram.align.render import render
     from tangram.align.run import align
 
@@ -94,7 +104,7 @@ def _compare_batch(args: argparse.Namespace, split: Split) -> int:
     return 0 if outcome.report.passed else 1
 
 
-def _compare_curves(args: argparse.Namespace, split: Split) -> int:
+def _compare_curves(args: argparse.Namespace, split: Split | Sharded) -> int:
     from tangram.align.curves import CURVE_TOLERANCE, compare_curves
 
     curves = compare_curves(
@@ -116,20 +126,41 @@ def _write_json(path: Path | None, content: dict[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_split(args: argparse.Namespace) -> Split:
-    """The split that the options describe.
+def read_sharded(args: argparse.Namespace) -> Sharded:
+    """What the options say of the fsdp2 backend.
 
     Raises:
-        ConfigError: a list that cannot be read, or sizes below 1.
+        ConfigError: an option of the megatron backend, or no processes.
     """
+    from tangram.align.sharded import Sharded
+
+    foreign = [name for name in MEGATRON_OPTIONS if getattr(args, name[2:].replace("-", "_")) is not None]
+    if foreign:
+        raise ConfigError(f"{', '.join(foreign)}: not of --backend fsdp2; say how many processes with --nproc, and the rest as parallel.key=value")
+    if args.dtype == "fp16":
+        raise ConfigError("--dtype fp16: the fsdp2 backend has no loss scaling, without which fp16 loses gradients; use bf16 or fp32")
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc {args.nproc} must be at least 1")
+    return Sharded(processes=args.nproc or 1, settings=args.settings)
+
+
+def read_split(args: argparse.Namespace) -> Split:
+    """The split of the megatron backend that the options describe.
+
+    Raises:
+        ConfigError: a list that cannot be read, sizes below 1, or an option of the fsdp2 backend.
+    """
+    if args.nproc is not None or args.settings:
+        given = " ".join([*(["--nproc"] if args.nproc is not None else []), *args.settings])
+        raise ConfigError(f"{given}: of --backend fsdp2, and the backend is megatron; add it, or use --tp, --pp, --vpp and --dp")
     from tangram.align.task import Split
     from tangram.config.parsing import parse_section
     from tangram.placement.topology import layer_grid
 
     vision, text = read_layers(args.vit_pp_layers, "--vit-pp-layers"), read_layers(args.llm_pp_layers, "--llm-pp-layers")
     grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
-    sizes = {"tensor": args.tp, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), "data": args.dp}
-    for name, value in (("--pp", args.pp), ("--vpp", args.vpp)):
+    sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), "data": args.dp or 1}
+    for name, value in (("--tp", args.tp), ("--pp", args.pp), ("--vpp", args.vpp), ("--dp", args.dp)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
     return parse_section(Split, {**sizes, "vit_pp_layers": vision, "llm_pp_layers": text}, "tangram align")

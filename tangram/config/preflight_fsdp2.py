@@ -129,7 +129,7 @@ def schedule(subject: Subject) -> str:
         if subject.data_parallel is None:
             return f"{own.train_epochs} epochs, {own.lr_decay_style}, lr {own.lr:g} to {own.lr_min:g}"
         iterations = steps_of_epochs(subject.run, own.train_epochs, subject.data_parallel)
-    training = training_of(_of(subject).settings, iterations)
+    training = training_of(_of(subject).settings, iterations=iterations)
     if training.lr_warmup_iters and training.lr_warmup_iters >= (training.lr_decay_iters or training.train_iters):
         raise ConfigError(
             f"training.lr_warmup_ratio {own.lr_warmup_ratio:g} of {training.train_iters} steps is {training.lr_warmup_iters}, but the rate has "

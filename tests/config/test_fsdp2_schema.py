@@ -100,6 +100,7 @@ def test_every_setting_of_the_other_backend_is_either_of_this_one_too_or_told_it
         ("training.lr_min=1", "training: lr_min 1 is larger than lr 0.001"),
         ("training.lr_start=1", "training: lr_start 1 is larger than lr 0.001"),
         ("training.save_interval=1", "training: save_interval 1 needs save"),
+        ("training.save_async=true", "training: save_async needs save"),
         ("training.val_iters=3", "training: val_iters 3 does nothing without val_interval"),
         ("model.model_name_or_path=Qwen/Qwen2.5-VL-3B-Instruct", "no such folder; give the model's Hugging Face directory (nothing is downloaded)"),
         ("training.plugin=nowhere.py", "no such file or folder"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tangram.backends.engine import Batch
+from tangram.data.pictures import pictures
 from tangram.losses.modes import loss_weights
 
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
@@ -26,6 +27,7 @@ class Supervised:
         targets: [n], the tokens.
         weights: [n], fp32, what each cross-entropy is multiplied with; their sum over the global batch makes the loss.
         denominator: what the micro-batch adds to what the sum of all losses is divided by.
+        share: what the micro-batch's own loss counts in that of the global batch, with loss type raw.
     """
 
     rows: Tensor
@@ -33,6 +35,7 @@ class Supervised:
     targets: Tensor
     weights: Tensor
     denominator: int
+    share: float = 1.0
 
     @classmethod
     def of(cls, batch: Batch, loss_type: str, device: torch.device) -> Supervised:
@@ -41,14 +44,31 @@ class Supervised:
         rows, columns = (labels[:, 1:] != IGNORE).nonzero(as_tuple=True)
         ends = batch.get("cu_seqlens_padded")
         samples = rows if ends is None else torch.bucketize(columns, ends[1:].long(), right=True)
-        weights, denominator = loss_weights(samples, "per_token_loss" if loss_type == "raw" else loss_type)
+        # The model's own loss is a mean over a micro-batch, so micro-batches count as in the type that averages such means.
+        weights, denominator = loss_weights(samples, "default" if loss_type == "raw" else loss_type)
         targets = labels[rows, columns + 1]
-        moved = [tensor.to(device) for tensor in (rows, columns, targets, weights)]
-        return cls(moved[0], moved[1], moved[2], moved[3], 1 if loss_type == "raw" else denominator)
+        moved = [tensor.to(device, non_blocking=True) for tensor in (rows, columns, targets, weights)]
+        return cls(moved[0], moved[1], moved[2], moved[3], denominator)
 
     def scaled(self, factor: float) -> Supervised:
         """With weights multiplied by ``factor``."""
-        return Supervised(self.rows, self.columns, self.targets, self.weights * factor, self.denominator)
+        return replace(self, weights=self.weights * factor, share=self.share * factor)
+
+    def columns_of(self, start: int, size: int, counts: bool) -> Supervised:
+        """The part whose logits lie in columns ``start`` to ``start + size``, which become 0 to ``size``.
+
+        Args:
+            counts: this part brings the whole denominator; exactly one of the parts must.
+        """
+        ours = (self.columns >= start) & (self.columns < start + size)
+        return replace(
+            self,
+            rows=self.rows[ours],
+            columns=self.columns[ours] - start,
+            targets=self.targets[ours],
+            weights=self.weights[ours],
+            denominator=self.denominator if counts else 0,
+        )
 
 
 def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
@@ -57,9 +77,37 @@ def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> d
     Positions are always ours: from 5.3 on, transformers falls back to plain 1-D positions where it gets no ``mm_token_type_ids``.
     """
     known: Mapping[str, object] = inspect.signature(model.forward).parameters
-    tensors = {name: batch[name].to(device, non_blocking=True) for name in ("input_ids", "attention_mask", "position_ids", *MEDIA) if name in batch}
     config: Any = model.config
+    names = ["input_ids", *(name for name in (*MEDIA, "second_per_grid_ts") if name in batch and name in known)]
+    tensors = {name: batch[name].to(device, non_blocking=True) for name in names}
+    if "pixel_values" in tensors and "image_grid_thw" in batch and "image_grid_thw" not in known:
+        tensors["pixel_values"] = pictures(tensors["pixel_values"], batch["image_grid_thw"], config.vision_config.patch_size)
+    tensors["position_ids"] = _positions(config, batch).to(device, non_blocking=True)
+    if "cu_seqlens_padded" not in batch:
+        tensors["attention_mask"] = batch["attention_mask"].to(device, non_blocking=True)
     if "mm_token_type_ids" in known:
         ids = tensors["input_ids"]
-        tensors["mm_token_type_ids"] = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        tensors["mm_token_type_ids"] = sum(
+            number * (ids == getattr(config, key)).int() for number, key in ((1, "image_token_id"), (2, "video_token_id")) if hasattr(config, key)
+        )
     return {**tensors, "use_cache": False}
+
+
+def _positions(config: Any, batch: Batch) -> Tensor:
+    """Positions ``[3, b, s]``, or ``[b, s]`` for a model without multimodal rotary positions. Packed samples see only themselves if the text's
+    own positions, which begin anew with each, come first (``[4, b, s]``) and there is no mask; so transformers has it."""
+    positions: Tensor = batch["position_ids"]
+    ends = batch.get("cu_seqlens_padded")
+    text = None if ends is None else torch.cat([torch.arange(n) for n in ends.diff().tolist()]).unsqueeze(0)
+    if not _has_mrope(config):
+        return positions[0] if positions.dim() == 3 and text is None else positions if text is None else text
+    return positions if text is None else torch.cat([text.unsqueeze(0), positions])
+
+
+def _has_mrope(config: Any) -> bool:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = getattr(text, key, None)
+        if isinstance(rope, Mapping) and "mrope_section" in rope:
+            return True
+    return False

@@ -53,9 +53,13 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
+    _prepare_routers(hf, config.features.loss_cfg.router_aux_loss_coef)
     model_class: Any = model_class_of(source.model_id, hf)
     with _on_meta() if on_meta else nullcontext():
         model = model_class._from_config(hf, dtype=torch.float32)
+    if hasattr(model, "tie_weights"):
+        # On the meta device modules were given parameters of their own.
+        model.tie_weights()
     check_paths(config, [path for path, _ in model.named_modules() if path])
     freeze(model, source.freeze)
     return model
@@ -75,6 +79,19 @@ def model_class_of(model_id: str | None, hf: Any) -> type:
     if not names or not inspect.isclass(getattr(transformers, names[0], None)):
         raise ConfigError(f"config.json names the architectures {names}, of which transformers has none; give model.model_id and a plug-in")
     return getattr(transformers, names[0])
+
+
+def _prepare_routers(hf: Any, coefficient: float) -> None:
+    """Leave the auxiliary loss of routers to the engine, which knows of how many micro-batches it is the mean.
+
+    Raises:
+        ConfigError: the run file wants it, and the model has no routers.
+    """
+    text = hf.get_text_config()
+    if hasattr(text, "router_aux_loss_coef"):
+        text.router_aux_loss_coef = 0.0
+    elif coefficient > 0:
+        raise ConfigError(f"features.loss_cfg.router_aux_loss_coef {coefficient}: {hf.model_type} has no experts, so no routers; remove it")
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

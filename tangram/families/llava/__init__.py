@@ -19,7 +19,7 @@ LLAVA = Family(
     rope_index=rope_index,
     template="llava",
     tiny=write_tiny,
-    backends=(),
+    backends=("fsdp2",),
     # The tower's keys are vision_tower.vision_model.* on the hub and in transformers 4.57, vision_tower.* in files of 5.x.
     from_hub=(
         (r"^(model\.)?vision_tower\.(vision_model\.)?", "model.vision_tower."),

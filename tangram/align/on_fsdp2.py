@@ -1,0 +1,54 @@
+"""The fsdp2 backend as a comparison runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from tangram.align.batch import blank_like
+from tangram.align.task import Task
+from tangram.backends.engine import Batch, CanonicalTensor
+from tangram.backends.fsdp2.engine import Fsdp2Engine
+from tangram.config.run import RunConfig
+from tangram.errors import ConfigError
+
+
+class OnFsdp2:
+    """Implements ``tangram.align.worker.Runner``."""
+
+    def __init__(self, task: Task, run: RunConfig) -> None:
+        self.engine = Fsdp2Engine(run)
+        _without_dropout(self.engine.module)
+
+    def load_split(self, directory: str) -> None:
+        raise ConfigError(f"--checkpoint {directory}: an mp_rank directory, which the fsdp2 backend does not read; convert it (mm-convert mm_to_hf)")
+
+    def share(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        ranks = self.engine.data_parallel_size
+        filled = [*parts, *[blank_like(parts[-1])] * (-len(parts) % ranks)]
+        return filled[self.engine.data_parallel_rank :: ranks]
+
+    def logits(self, mine: Sequence[Batch], shape: tuple[int, int]) -> Iterator[CanonicalTensor]:
+        for batch, logits in zip(mine, self.engine.logits(mine), strict=True):
+            seen = logits.float().cpu()
+            if batch["sample_ids"]:
+                whole = nn.functional.pad(seen, (0, 0, 0, shape[1] - seen.shape[1]))
+                yield CanonicalTensor("logits", (batch["sample_ids"][0], 0, 0), (*shape, seen.shape[-1]), whole)
+
+    def frozen(self) -> list[str]:
+        return sorted(name for name, parameter in self.engine.parameters.items() if not parameter.requires_grad)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """The reference has none either."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
