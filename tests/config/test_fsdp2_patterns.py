@@ -162,3 +162,6 @@ def test_what_is_switched_on_needs_modules(switch: str, value: Any, plan: str) -
     with pytest.raises(ConfigError, match=f"^{switch} is on, but {plan} names no module; name some, or switch it off$"):
         check_switches(config(on))
     check_switches(config(merge(on, nested(plan, ["visual"]))))
+    if switch.startswith("features."):
+        with pytest.raises(ConfigError, match=f"^{plan} names modules, but {switch} is off; switch it on, or remove the plan$"):
+            check_switches(config(nested(plan, ["visual"])))
