@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.fsdp2.features import prepare
-from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
+from tangram.backends.fsdp2.inputs import PackedSegments, Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss
 from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
 from tangram.backends.fsdp2.placement import local_start, local_value, place_shards, whole_shapes
-from tangram.backends.fsdp2.sharding import shard
+from tangram.backends.fsdp2.sharding import precision, shard
+from tangram.backends.fsdp2.summary import summary_table
 from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
@@ -47,6 +48,7 @@ class Fsdp2Engine:
         """
         assert run.fsdp2 is not None
         self.run, self.settings = run, run.fsdp2
+        precision(self.settings.parallel.fsdp_plan)
         self.meshes = join(self.settings.parallel)
         self.data_parallel_rank, self.data_parallel_size = self.meshes.data_parallel_rank, self.meshes.data_parallel_size
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
@@ -55,6 +57,8 @@ class Fsdp2Engine:
         prepare(self.module, self.settings.features)
         self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
         self.vision = VisionBalance(self.module, self.meshes.device)
+        flash = self.settings.model.attn_implementation.startswith("flash_attention")
+        self._segments = PackedSegments(self.module.get_decoder()) if flash else None  # type: ignore[operator]
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.canonical_shapes = whole_shapes(self.module)
         placement = place_shards(self.module, self.topology, run.model.config)
@@ -157,6 +161,8 @@ class Fsdp2Engine:
         model: Any = self.module
         arguments = forward_arguments(model, batch, self.meshes.device)
         labels = batch["labels"].to(self.meshes.device, non_blocking=True)
+        if self._segments is not None:
+            self._segments.set(batch, self.meshes.device)
         if routers:
             arguments["output_router_logits"] = True
         if self.run.training.loss_type != "raw":
@@ -214,10 +220,8 @@ class Fsdp2Engine:
 
     def summary(self, global_batch_size: int) -> str:
         """Tables for the start of the log."""
-        total = sum(parameter.numel() for parameter in self.parameters.values())
-        return f"{total:,} parameters on {dist.get_world_size()} ranks, global batch {global_batch_size}"
+        return summary_table(self.parameters, self.sharded.plan, self.settings, self.meshes, global_batch_size)
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
-
