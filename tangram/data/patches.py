@@ -1,7 +1,7 @@
 """From pixels to patches: sizes, order and values, the same for pictures and for frames of a video.
 
 Patches stay bytes until a model takes them: their values are four times as large, and of a still picture, whose only frame stands for all of a
-patch, eight times. Making, joining and handing over that much between processes took longer than decoding and resizing together.
+patch, eight times. To make, join and hand over that much between processes takes longer than to decode and to resize together.
 """
 
 from __future__ import annotations
