@@ -8,7 +8,7 @@
   and batches besides.
 - llava: conversion of LLaVA-Instruct-150K, against json.load, a loop and json.dump (``bench/llava.py``).
 - packing: tokens a slot of a row holds, by strategy, on lengths as pictures with conversations have them.
-- positions: what the 3-D positions cost in collation.
+- positions: what the 3-D positions cost in collation, in processor seconds.
 
 Sides take turns; medians over the rounds.
 """
@@ -236,7 +236,10 @@ def sample_lengths(count: int) -> list[int]:
 
 
 def positions_part(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of collation up to the tensors that a model takes, of the positions inside it, and of transformers' positions of the same rows."""
+    """Processor seconds of collation, of the positions inside it, and of transformers' positions of the same rows.
+
+    Collation goes from samples up to the tensors that a model takes. It works in this process alone, so that other programs do not count.
+    """
 
     photographs = Photographs(folder, 4 * BATCH)
     source = photographs.loader(0).source
@@ -253,10 +256,10 @@ def positions_part(folder: Path, rounds: int) -> dict[str, Any]:
 
     def timed(call: Callable[[Any, Any, Any], object]) -> Callable[[], float]:
         def run() -> float:
-            begin = time.perf_counter()
+            begin = time.process_time()
             for batch, result, asked in zip(batches, made, calls, strict=True):
                 call(batch, result, asked)
-            return (time.perf_counter() - begin) / len(batches)
+            return (time.process_time() - begin) / len(batches)
 
         return run
 
