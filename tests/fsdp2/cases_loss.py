@@ -54,6 +54,19 @@ def losses(hf: Path, folder: Path) -> None:
         assert not result.skipped
 
 
+def routers(hf: Path, folder: Path) -> None:
+    """The auxiliary loss of routers, times its coefficient, as a mean over micro-batches; not in evaluations."""
+    engine = build(hf, folder, "routers", {"features": {"loss_cfg": {"router_aux_loss_coef": 0.3}}})
+    batches = [Rows(hf, seed).batch(kind) for seed, kind in enumerate(("text", "image", "both", "text"))]
+    mine = dealt(batches, engine.data_parallel_rank, 2)
+    evaluated = engine.evaluate(mine).loss
+    check_step(engine, mine, lambda: truth(hf, batches, aux=0.3), "routers")
+    plain = truth(hf, batches)[0]
+    assert abs(evaluated - plain) < 2e-6 * plain
+    assert engine._loss is not None
+    assert engine._loss - plain > 0.3
+
+
 def packed(folders: Mapping[str, Path], folder: Path) -> None:
     """Samples that share a row see only themselves, wherever padding lies."""
     rows: list[tuple[str, int, int]] = [("image", 2, 6), ("text", 3, 2), ("both", 1, 5)]

@@ -19,6 +19,11 @@ def test_every_loss_type_is_that_of_the_loop_however_rows_are_cut_and_without_la
 
 
 @pytest.mark.compat
+def test_the_loss_of_routers_is_added_times_its_coefficient(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    on_ranks(2, CASES, "routers", tiny_hf("qwen3_vl_moe", **SIZES), tmp_path)
+
+
+@pytest.mark.compat
 def test_packed_samples_see_only_themselves(tiny_hf: TinyHF, tmp_path: Path) -> None:
     on_ranks(2, CASES, "packed", {name: tiny_hf(name, **SIZES) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}, tmp_path)
 

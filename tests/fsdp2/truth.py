@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -54,7 +55,17 @@ def truth(
     loss = total / max(count, 1) + aux * extra / len(batches)
     if loss.requires_grad:
         loss.backward()
-    return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return float(loss.detach()), {name: _canonical(name, gradient, hf) for name, gradient in gradients.items()}
+
+
+def _canonical(name: str, gradient: torch.Tensor, hf: Path) -> torch.Tensor:
+    """Stacked experts lie in files, and in canonical tensors, as ``[experts, in, out]``; in transformers 5 the other way round."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return gradient
+    width = json.loads((hf / "config.json").read_text())["text_config"]["hidden_size"]
+    inward = gradient.shape[1 if "gate_up" in name else 2] == width
+    return gradient if inward else gradient.transpose(1, 2)
 
 
 def check_step(engine: Fsdp2Engine, batches: Sequence[dict[str, Any]], expected: Callable[[], tuple[float, Gradients]], what: str) -> float:

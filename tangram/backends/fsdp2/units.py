@@ -97,10 +97,8 @@ def _joined(model: nn.Module, units: list[Unit], ignored: Sequence[str]) -> list
             continue
         whole = [owner for owner in owners if owner is not None and set(owner.paths) <= set(sharing)]
         if len(whole) < len(owners):
-            raise ConfigError(
-                f"{KEY}.apply_modules: {' and '.join(sharing)} share a weight, which one unit must hold; name {'both' if len(sharing) == 2 else 'all'} "
-                "of them, or none"
-            )
+            each = "both" if len(sharing) == 2 else "all"
+            raise ConfigError(f"{KEY}.apply_modules: {' and '.join(sharing)} share a weight, which one unit must hold; name {each} of them, or none")
         joint = Unit(whole[0].pattern, tuple(path for unit in whole for path in unit.paths))
         units = [joint if unit is whole[0] else unit for unit in units if unit not in whole[1:]]
     return units
