@@ -55,9 +55,7 @@ def chunked_loss(
     return _ChunkedLoss.apply(hidden, weight, bias, targets, token_weights, chunk_size, first, real, tp_group, torch.is_grad_enabled())
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, chunk_size: int, bias: Tensor | None, vocab_size: int
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, chunk_size: int, bias: Tensor | None, vocab_size: int) -> None:
     if isinstance(weight, DTensor) or isinstance(bias, DTensor):
         raise ConfigError("the head's weight is a shard outside of the head's forward; call the head module, so that FSDP gathers it")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:

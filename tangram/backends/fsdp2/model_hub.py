@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tangram.backends.fsdp2.head import chunked, put_loss_head
+from tangram.backends.fsdp2.models import CLASSES, with_chunk_loss
 from tangram.backends.fsdp2.registry import model_register
 from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.patterns import match_each
@@ -40,14 +42,18 @@ class ModelHub:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
         model_class: Any = model_class_of(source.model_id, hf)
+        if chunked(config.features):
+            model_class = with_chunk_loss(model_class)
         with _on_meta() if config.training.init_model_with_meta_device else nullcontext():
             model = model_class._from_config(hf, dtype=torch.float32)
+        if chunked(config.features):
+            put_loss_head(model, config.features)
         freeze(model, source.freeze)
         return model
 
 
 def model_class_of(model_id: str | None, hf: Any) -> type:
-    """The registered class, or the one of transformers that config.json names.
+    """The registered class; without an id that of the model type, or the one of transformers that config.json names.
 
     Raises:
         ConfigError: unknown.
@@ -57,6 +63,8 @@ def model_class_of(model_id: str | None, hf: Any) -> type:
     if model_id is not None:
         return model_register.get(model_id)
     names = getattr(hf, "architectures", None) or []
+    if names == [CLASSES.get(hf.model_type)]:
+        return model_register.get(hf.model_type)
     if not names or not inspect.isclass(getattr(transformers, names[0], None)):
         raise ConfigError(f"config.json names the architectures {names}, of which transformers has none; give model.model_id and a plug-in")
     return getattr(transformers, names[0])
