@@ -115,7 +115,8 @@ class TrainingConfig(Section):
     log_tps: bool = False
     """Write tokens per sample to the log line."""
     eval_interval: int | None = Field(default=None, ge=1)
-    eval_iters: int = Field(default=0, ge=0)
+    eval_iters: int | None = Field(default=0, ge=0)
+    """Global batches of an evaluation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
     """Save and stop at the first step that is a multiple of this."""
     save: LocalPath | None = None

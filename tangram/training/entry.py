@@ -21,6 +21,8 @@ from tangram.backends.engine import Batch, RunnableEngine
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.hf_saves import HFSaves
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.config.fsdp2_run import training_of
+from tangram.config.fsdp2_sizes import sizes
 from tangram.config.hf_compare import description
 from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
@@ -28,6 +30,7 @@ from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
+from tangram.data.epochs import steps_of_epochs
 from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.platform import current
@@ -74,6 +77,7 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     set_up_logging(rank)
     check_run(run, world_size).raise_errors()
+    run = _with_counted_epochs(run, world_size)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
     context = Context(run, args or argparse.Namespace(), current().device(int(os.environ.get("LOCAL_RANK", "0"))), DTYPES[run.training.dtype])
@@ -91,6 +95,17 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
         raise
     finally:
         set_context(None)
+
+
+def _with_counted_epochs(run: RunConfig, world_size: int) -> RunConfig:
+    """The run with the number of its steps, where the run file gives epochs."""
+    epochs = run.fsdp2.training.train_epochs if run.fsdp2 is not None else None
+    if run.fsdp2 is None or epochs is None:
+        return run
+    replicate, shard, _ = sizes(run.fsdp2.parallel, world_size)
+    iterations = steps_of_epochs(run, epochs, replicate * shard)
+    LOGGER.info("%d epochs are %d steps", epochs, iterations)
+    return run.model_copy(update={"training": training_of(run.fsdp2, iterations)})
 
 
 def build_engine(run: RunConfig, callbacks: Callbacks | None = None) -> RunnableEngine:
@@ -118,7 +133,7 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: D
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data
     _clear_the_way(run, progress)
-    train_data, valid_data = datasets([training.train_iters * batch, training.eval_iters * batch, 0])[:2]
+    train_data, valid_data = datasets([training.train_iters * batch, (training.eval_iters or 0) * batch, 0])[:2]
     count = batch // (training.micro_batch_size * copies)
     valid = None if valid_data is None else lambda: steps_of(valid_data() if callable(valid_data) else valid_data, count)
     return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress)

@@ -273,7 +273,7 @@ class Loop:
             self.outputs.advance(record)
 
     def _validate(self) -> float:
-        """Loss over ``eval_iters`` global batches of the validation data, or all of it if it is shorter; one batch is held at a time."""
+        """Loss over ``eval_iters`` global batches of the validation data, or all of it if that is None or more; one batch is held at a time."""
         if self.valid_steps is None:
             raise DataError(f"eval_interval {self.training.eval_interval} needs validation data, and there is none; give it, or remove eval_interval")
         total, weight, tokens = 0.0, 0.0, 0
