@@ -144,6 +144,8 @@ class TrainingConfig(Section):
     no_save_rng: bool = False
     no_load_optim: bool = False
     no_load_rng: bool = False
+    manual_gc_interval: int = Field(default=0, ge=0)
+    """Steps after which all ranks collect garbage together; 0: Python does when it likes."""
     num_workers: int = Field(default=0, ge=0)
     metrics_file: LocalPath | None = None
     """JSON-lines file that gets one record per step. None: metrics.jsonl in ``save``."""
