@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss
@@ -53,10 +54,11 @@ class Fsdp2Engine:
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.module = ModelHub.build(self.settings)
+        experts = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
             share_tokens(self.module, self.meshes.ulysses)
-        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
+        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes, experts)
         self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.canonical_shapes = whole_shapes(self.module, run.model.config)
