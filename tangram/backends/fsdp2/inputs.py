@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.backends.engine import Batch
+from tangram.data.pictures import pictures
 from tangram.losses.modes import loss_weights
 
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
@@ -79,6 +80,8 @@ def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> d
     config: Any = model.config
     names = ["input_ids", *(name for name in (*MEDIA, "second_per_grid_ts") if name in batch and name in known)]
     tensors = {name: batch[name].to(device, non_blocking=True) for name in names}
+    if "pixel_values" in tensors and "image_grid_thw" in batch and "image_grid_thw" not in known:
+        tensors["pixel_values"] = pictures(tensors["pixel_values"], batch["image_grid_thw"], config.vision_config.patch_size)
     tensors["position_ids"] = _positions(config, batch).to(device, non_blocking=True)
     if "cu_seqlens_padded" not in batch:
         tensors["attention_mask"] = batch["attention_mask"].to(device, non_blocking=True)
