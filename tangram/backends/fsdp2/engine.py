@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.inputs import PackedSegments, Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss
@@ -59,10 +60,11 @@ class Fsdp2Engine:
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
         self.module = ModelHub.build(self.settings)
+        experts = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
             share_tokens(self.module, self.meshes.ulysses)
-        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
+        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes, experts)
         self.vision = VisionBalance(self.module, self.meshes.device)
         flash = self.settings.model.attn_implementation.startswith("flash_attention")
         self._segments = PackedSegments(self.module.get_decoder()) if flash else None  # type: ignore[operator]

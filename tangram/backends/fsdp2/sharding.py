@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from tangram.backends.dtypes import DTYPES
+from tangram.backends.fsdp2.experts import SplitExperts
 from tangram.backends.fsdp2.meshes import Meshes
 from tangram.backends.fsdp2.units import Unit, UnitPlan, plan_units
 from tangram.config.fsdp2 import FsdpPlan
@@ -28,21 +29,23 @@ class ShardedModel:
         root: the whole model, itself a unit.
         entered: sharded modules in the order in which they are entered, the root not among them.
         whole: trained parameters that every rank holds whole.
+        experts: units of expert parallel.
     """
 
     root: FSDPModule
     plan: UnitPlan
     entered: Sequence[FSDPModule]
     whole: Sequence[nn.Parameter] = field(default_factory=list)
+    experts: Sequence[FSDPModule] = ()
 
     def gather(self) -> None:
         """Start to gather all units (``pregather``)."""
-        for module in [self.root, *self.entered]:
+        for module in [self.root, *self.entered, *self.experts]:
             module.unshard(async_op=True)
 
     def free(self) -> None:
         """Give back what is gathered; the next use gathers it anew."""
-        for module in [self.root, *self.entered]:
+        for module in [self.root, *self.entered, *self.experts]:
             module.reshard()
 
     def begin(self, last: bool) -> None:
@@ -66,23 +69,24 @@ class ShardedModel:
             parameter.grad = summed.view_as(parameter).clone()
 
 
-def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes) -> ShardedModel:
+def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes, experts: SplitExperts) -> ShardedModel:
     """Shard ``model`` in place: units that the plan names, inner ones first, then the root with all that is left; then give it memory.
 
     Gradients come out as sums over ranks: what losses are divided by is counted over all of them beforehand.
 
     Raises:
-        ConfigError: as ``plan_units`` and ``precision``.
+        ConfigError: as ``plan_units``, ``precision`` and ``SplitExperts.shard``.
     """
     units = plan_units(model, plan)
     ignored = {parameter for path in units.ignored for parameter in model.get_submodule(path).parameters()}
     policy = precision(plan)
     options: dict[str, Any] = {
-        "mesh": meshes.sharding,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=meshes.device.type != "cpu") if plan.cpu_offload else OffloadPolicy(),
         "ignored_params": ignored,
     }
+    own = experts.shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
+    options["mesh"] = meshes.sharding
     for unit in sorted(units.units, key=lambda unit: -max(path.count(".") for path in unit.paths)):
         modules = [model.get_submodule(path) for path in unit.paths]
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=plan.reshard_after_forward, **options)
@@ -100,6 +104,7 @@ def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes) -> ShardedModel:
         units,
         [_module(model, unit) for unit in units.units],
         [parameter for parameter in model.parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)],
+        own,
     )
     _prefetch(sharded, plan)
     _hook(model, units)
