@@ -206,6 +206,7 @@ class Fsdp2Training(Section):
     load: FolderOrNone = None
     """Weights to start from: a Hugging Face directory or a training checkpoint; None: those of ``model_name_or_path`` where it has any."""
     load_format: Literal["auto", "hf", "dcp"] = "auto"
+    """What must lie there: a Hugging Face directory or a training checkpoint; auto: whatever is found."""
     no_load_optim: bool = False
     no_load_rng: bool = False
     random_init: bool = False
@@ -213,12 +214,16 @@ class Fsdp2Training(Section):
     save: FolderOrNone = None
     save_interval: int | None = Field(default=None, ge=1)
     save_format: Literal["dcp", "hf"] = "dcp"
+    """hf: Hugging Face directories in ``hf`` of ``save`` in place of training checkpoints; no run can be resumed from them."""
     save_async: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory: once more the bytes of a rank's weights and optimizer state."""
     save_ckpt_dtype: FloatType | None = None
+    """Type that weights are saved in, those in Hugging Face directories too; None: ``param_dtype``. The fp32 values of trained weights are saved
+    besides where it is smaller, so resuming loses nothing."""
     save_total_limit: int | None = Field(default=None, ge=1)
-    """Checkpoints that are kept; None: all."""
+    """Checkpoints of this run that are kept, the newest; None: all."""
     save_hf_interval: int | None = Field(default=None, ge=1)
-    """Steps after which the weights are also written as a Hugging Face directory."""
+    """Steps after which, and at the end, the weights are also written as a Hugging Face directory, in ``hf`` of ``save``."""
     no_save_optim: bool = False
     no_save_rng: bool = False
     log_interval: int = Field(default=1, ge=1)

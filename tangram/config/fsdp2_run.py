@@ -50,7 +50,7 @@ def _model(config: Fsdp2Config) -> ModelSource:
     described: ModelConfig | None = None
     if has_family(str(read_hf_config(directory)["model_type"])):
         described = model_from_hf(directory)
-    return ModelSource(config=described, hf_dir=directory, load=load, cast_weights=True)
+    return ModelSource(config=described, hf_dir=directory, load=load, load_format=config.training.load_format, cast_weights=True)
 
 
 def training_of(config: Fsdp2Config, iterations: int | None = None) -> TrainingConfig:
@@ -86,6 +86,10 @@ def training_of(config: Fsdp2Config, iterations: int | None = None) -> TrainingC
         exit_interval=own.exit_interval,
         save=own.save,
         save_interval=own.save_interval,
+        save_format=own.save_format,
+        save_async=own.save_async,
+        save_total_limit=own.save_total_limit,
+        save_hf_interval=own.save_hf_interval,
         no_save_optim=own.no_save_optim,
         no_save_rng=own.no_save_rng,
         no_load_optim=own.no_load_optim,

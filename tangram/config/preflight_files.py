@@ -18,7 +18,7 @@ def weights(subject: Subject) -> str:
     source = subject.run.model
     if source.load is None:
         return "random, from the seed"
-    kind = kind_of_weights(source.load, "load")
+    kind = kind_of_weights(source.load, "load", source.load_format)
     if kind == "Hugging Face directory":
         if not Path(source.load, "config.json").is_file():
             raise CheckpointError(f"load {source.load}: it has *.safetensors but no config.json; copy the model's config.json there")

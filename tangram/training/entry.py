@@ -19,6 +19,7 @@ from rich.progress import Progress as ProgressBar
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, RunnableEngine
 from tangram.checkpoints.dcp_manifest import RunFacts
+from tangram.checkpoints.hf_saves import HFSaves
 from tangram.checkpoints.manager import CheckpointManager
 from tangram.config.fsdp2_run import training_of
 from tangram.config.fsdp2_sizes import sizes
@@ -30,6 +31,7 @@ from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
 from tangram.data.epochs import steps_of_epochs
+from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
@@ -159,9 +161,18 @@ def _loop(
     training, rank = run.training, dist.get_rank()
     folder = Path(training.save) if training.save else None
     known = {"model": description(run.described)}
+    export = _hf_saves(engine, manager, run) if folder is not None and (training.save_hf_interval or training.save_format == "hf") else None
     if folder is not None and rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.yaml").write_text(dump(run), encoding="utf-8")
+
+    def save(at: Progress) -> None:
+        assert folder is not None
+        if training.save_format == "hf" and export is not None:
+            export.save(folder, at.step)
+        else:
+            manager.save(folder, at.step, at.consumed_samples, {**_counts(at), **known})
+
     with StepProfiler(run.tools, rank, completed=progress.step) as profiler:
         reporter = _Reporter(run, progress.step) if rank == dist.get_world_size() - 1 else None
         loop = Loop(
@@ -169,19 +180,42 @@ def _loop(
             training=training,
             global_batch_size=batch,
             steps=steps,
-            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {**_counts(at), **known})) if folder is not None else None,
+            save=save if folder is not None else None,
             valid_steps=valid,
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
             profiler=profiler,
             after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
+            background=manager,
+            export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,
             skips_samples=run.data.dataset_param.basic_parameters.bad_samples == "skip",
         )
         try:
             return loop.run()
+        except Exception:
+            if dist.get_world_size() == 1:
+                # Others' failures end with their connections; alone, what is being written is let finish before the group goes.
+                manager.settle()
+            raise
         finally:
             if reporter is not None:
                 reporter.close()
+
+
+def _hf_saves(engine: RunnableEngine, manager: CheckpointManager, run: RunConfig) -> HFSaves:
+    """Raises ConfigError where no Hugging Face config is known, before anything is trained."""
+    source = _hf_folder(run)
+    if source is None:
+        raise ConfigError("writing Hugging Face directories (save_hf_interval, save_format hf) needs the model's config.json; give model.hf_dir")
+    if run.training.save_format == "hf":
+        LOGGER.warning("save_format hf: weights alone are saved, without optimizer state or data position; this run cannot be resumed")
+    return HFSaves(engine.chunks, engine.canonical_shapes, engine.stored_as, _family(run), manager.facts.hf_config, source)
+
+
+def _hf_folder(run: RunConfig) -> Path | None:
+    """The directory whose config.json describes the model."""
+    source = run.model.hf_dir or run.model.load
+    return Path(source) if source is not None and Path(source, "config.json").is_file() else None
 
 
 def _counts(progress: Progress) -> dict[str, int]:
@@ -252,17 +286,17 @@ def _family(run: RunConfig) -> Family:
 
 
 def _manager(engine: RunnableEngine, run: RunConfig, batch: int) -> CheckpointManager:
-    source = run.model.hf_dir or run.model.load
-    has_config = source is not None and Path(source, "config.json").is_file()
+    source = _hf_folder(run)
     facts = RunFacts(
         family=_family(run).name,
         topology=engine.topology,
         data_parallel=engine.data_parallel_size,
-        hf_config=read_hf_config(source) if has_config and source is not None else {},
+        hf_config=read_hf_config(source) if source is not None else {},
         tokenizer_hash=tokenizer_hash(run),
         dataset_fingerprint=from_first_rank(lambda: dataset_fingerprint(run, batch)),
         seed=run.training.seed,
         schedule=LearningRate(run.training).facts(),
+        axes=engine.axes,
     )
     training = run.training
     return CheckpointManager(
@@ -271,8 +305,11 @@ def _manager(engine: RunnableEngine, run: RunConfig, batch: int) -> CheckpointMa
         engine.canonical_shapes,
         engine.optimizer_state(),
         engine.generators(),
+        stored_as=engine.stored_as,
         no_save_optim=training.no_save_optim,
         no_save_rng=training.no_save_rng,
         no_load_optim=training.no_load_optim,
         no_load_rng=training.no_load_rng,
+        save_async=training.save_async,
+        save_total_limit=training.save_total_limit,
     )

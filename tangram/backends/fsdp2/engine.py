@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
@@ -52,6 +55,7 @@ class Fsdp2Engine:
         self.data_parallel_rank, self.data_parallel_size = self.meshes.data_parallel_rank, self.meshes.data_parallel_size
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
+        self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
         self.module = ModelHub.build(self.settings)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
@@ -227,7 +231,17 @@ class Fsdp2Engine:
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""
         held = self.chunks[0][2]
-        return ShardOptimizerState(self.optimizer.torch, {name: shard for name, shard in self.optimizer.shards.items() if name in held})
+        shards = {name: shard for name, shard in self.optimizer.shards.items() if name in held}
+        return ShardOptimizerState(self.optimizer.torch, shards, masters={name for name in shards if self.stored_as[name] != torch.float32})
+
+    @cached_property
+    def stored_as(self) -> Mapping[str, torch.dtype]:
+        """What is computed in ``param_dtype`` is stored so, its fp32 values as masters; ``save_ckpt_dtype`` replaces the type for all."""
+        given, computed = self.settings.training.save_ckpt_dtype, DTYPES[self.run.training.dtype]
+        return {
+            name: DTYPES[given] if given is not None else computed if isinstance(parameter, DTensor) else parameter.dtype
+            for name, parameter in self.parameters.items()
+        }
 
     def generators(self) -> None:
         """There are none besides torch's own."""
