@@ -120,8 +120,9 @@ def write(folder: Path, model: Any, plugin: str, changes: Mapping[str, Any]) -> 
         "model": {"model_name_or_path": "hf", "attn_implementation": "eager"},
         "data": {"dataset_param": files, "dataloader_param": {"num_workers": 0, "shuffle": True}},
         "features": {"loss_cfg": {"loss_type": "per_token_loss"}},
-        "training": {"train_iters": 3, "lr": 1e-3, "micro_batch_size": 2, "plugin": "plugin.py", "save": "out", "save_interval": 2},
+        "training": {"train_iters": 3, "lr": 1e-3, "micro_batch_size": 2, "seq_length": 64, "plugin": "plugin.py", "save": "out"},
     }
+    content["training"]["save_interval"] = 2
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(merge(content, changes)), encoding="utf-8")
     return path
