@@ -80,6 +80,8 @@ class EpPlan(Section):
     """Expert modules that are sharded over the ranks that hold the same experts; none given: ``apply_modules``."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How: each token sent to its experts, or all tokens to all ranks."""
+    use_npu_fused_ops: bool = True
+    """There are none: on NPUs it must be false."""
 
 
 class Fsdp2Parallel(Section):

@@ -29,19 +29,19 @@ def check_switches(config: Fsdp2Config) -> None:
     """What is switched on must say for which modules, and what names modules must be switched on.
 
     Raises:
-        ConfigError: one without the other. A plan of experts may stay where they are not shared out.
+        ConfigError: one without the other.
     """
-    features = config.features
+    features, experts = config.features, config.parallel.expert_parallel_size
     for switch, on, plan in (
         ("features.recompute", features.recompute, "features.recompute_plan.apply_modules"),
         ("features.enable_activation_offload", features.enable_activation_offload, "features.activation_offload_plan.apply_modules"),
         ("features.enable_chunk_mbs", features.enable_chunk_mbs, "features.chunkmbs_plan.apply_modules"),
-        ("parallel.expert_parallel_size", config.parallel.expert_parallel_size > 1, "parallel.ep_plan.apply_modules"),
+        (f"parallel.expert_parallel_size {experts}", experts > 1, "parallel.ep_plan.apply_modules"),
     ):
         named = plans_of(config)[plan]
         if on and not named:
             raise ConfigError(f"{switch} is on, but {plan} names no module; name some, or switch it off")
-        if named and not on and switch.startswith("features."):
+        if named and not on:
             raise ConfigError(f"{plan} names modules, but {switch} is off; switch it on, or remove the plan")
 
 

@@ -142,8 +142,10 @@ def test_families_of_another_backend_and_of_none(tmp_path: Path) -> None:
         patch.setitem(base._families, "qwen2_5_vl", other)
         assert str(check_run(run, 1).errors[0]).endswith("the fsdp2 backend does not run it yet; use megatron")
     write_hf(tmp_path, {"model_type": "of_no_family", "text_config": {"max_position_embeddings": 512}})
-    assert detail(path, "backend", "training.seq_length=512").endswith("a model of no family, as transformers or a plug-in has it")
-    assert "longer than max_position_embeddings 512" in fault(path, "training.seq_length=513")
+    found = {one.rule: one for one in report(path, "training.seq_length=513").findings}
+    assert found["backend"].detail.endswith("a model of no family, as transformers or a plug-in has it")
+    assert "longer than max_position_embeddings 512" in str(found["sequence length"].error)
+    assert "the model is of no registered family" in str(found["dataset"].error)
 
 
 @pytest.mark.parametrize(
