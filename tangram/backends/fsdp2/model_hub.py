@@ -66,8 +66,8 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
             model = model_class._from_config(hf, dtype=torch.float32)
     except (AttributeError, KeyError, TypeError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"model.model_name_or_path {source.model_name_or_path}: {model_class.__name__} cannot be built of its config.json ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}); is it of another version of transformers?"
+            f"model.model_name_or_path {source.model_name_or_path}: {model_class.__name__} cannot be built of its config.json "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); is it of another version of transformers?"
         ) from error
     if hasattr(model, "tie_weights"):
         # On the meta device modules were given parameters of their own.
