@@ -179,6 +179,8 @@ def memory(subject: Subject) -> str:
 
 def evaluation(subject: Subject) -> str:
     own, data = _of(subject).settings.training, subject.run.data.dataset_param.basic_parameters
+    if subject.run.data.dataset_param.of_plugin:
+        return f"every {own.val_interval} steps, if the plug-in gives validation data" if own.val_interval else "off"
     if own.val_interval and data.val_dataset is None and data.val_rate is None:
         raise ConfigError(
             f"training.val_interval {own.val_interval} needs basic_parameters.val_dataset or val_rate; give one, or set val_interval to 0"
@@ -224,6 +226,28 @@ def _if_described(rule: Rule) -> Rule:
     return applied
 
 
+def _built_in(rule: Rule) -> Rule:
+    """Rules about what the built-in data read."""
+
+    def applied(subject: Subject) -> str:
+        return "left to the plug-in" if subject.run.data.dataset_param.of_plugin else rule(subject)
+
+    return applied
+
+
+def dataset(subject: Subject) -> str:
+    if subject.run.data.dataset_param.of_plugin:
+        from tangram.data.own import check_own
+
+        return check_own(subject.run)
+    if _of(subject).family_model is None:
+        raise ConfigError(
+            f"{subject.run.model.hf_dir}: the model is of no registered family, so the built-in data know neither its template nor its pictures; "
+            "give data of your own (data.dataset_param.dataset_type, docs/bring-a-hf-model.md), or register a family (docs/bring-a-model.md)"
+        )
+    return "built-in"
+
+
 def _of(subject: Subject) -> Fsdp2Subject:
     assert isinstance(subject, Fsdp2Subject)
     return subject
@@ -243,8 +267,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("evaluation", evaluation),
     ("weights", weights),
     ("Hugging Face config", _if_described(reference)),
-    ("tokenizer", tokenizer),
-    ("samples", _if_described(samples)),
+    ("dataset", dataset),
+    ("tokenizer", _built_in(tokenizer)),
+    ("samples", _built_in(_if_described(samples))),
     ("save folder", save_folder),
 )
 

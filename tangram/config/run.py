@@ -197,6 +197,16 @@ class RunConfig(Section):
     fsdp2: Fsdp2Config | None = None
     """The run file of the fsdp2 backend, which all else here was made from."""
 
+    @model_validator(mode="after")
+    def _datasets_of_plugins(self) -> RunConfig:
+        kind = self.data.dataset_param.dataset_type
+        if self.data.dataset_param.of_plugin and self.backend != "fsdp2":
+            raise ValueError(
+                f"data.dataset_param.dataset_type {kind!r}: datasets of plug-ins are of the fsdp2 backend; write huggingface, or give an entry "
+                "script of your own (docs/bring-a-model.md)"
+            )
+        return self
+
     @property
     def described(self) -> ModelConfig:
         """The model's description.

@@ -246,8 +246,9 @@ class Loop:
 
     def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
         """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
-        masks = [batch["attention_mask"] for batch in micro_batches]
-        ids = [sample for batch in micro_batches for sample in batch.get("sample_ids", range(len(batch["attention_mask"])))]
+        # Data of a plug-in may leave the mask out where all tokens are real.
+        masks = [batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["labels"]) for batch in micro_batches]
+        ids = [sample for batch in micro_batches for sample in batch.get("sample_ids", range(len(batch["labels"])))]
         empty = sum(sample == PADDING for sample in ids)
         tokens, padded = (sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel))
         skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)

@@ -16,8 +16,9 @@ from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
+from tangram.backends.fsdp2.file_names import ModelFileNames
 from tangram.backends.fsdp2.inputs import PackedSegments, Supervised, forward_arguments
-from tangram.backends.fsdp2.loss import SupervisedLoss
+from tangram.backends.fsdp2.loss import SupervisedLoss, logits_of
 from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
@@ -29,8 +30,10 @@ from tangram.backends.fsdp2.ulysses import share_of, share_tokens
 from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
+from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.own_directory import OwnDirectory
 from tangram.config.run import RunConfig
-from tangram.errors import DataError
+from tangram.errors import ConfigError, DataError
 from tangram.placement.topology import Topology
 
 
@@ -60,6 +63,8 @@ class Fsdp2Engine:
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
         self.module = ModelHub.build(self.settings)
+        self.file_names = ModelFileNames(self.module)
+        self._drawn = not any(parameter.is_meta for parameter in self.module.parameters())
         experts = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
@@ -81,14 +86,26 @@ class Fsdp2Engine:
         """Start from random weights, the same on any number of ranks.
 
         Raises:
-            ConfigError: the model is of no family, so nothing says how its weights are drawn.
+            ConfigError: the model is of no family and was built without memory, so nothing says how its weights are drawn.
         """
+        if self.run.model.config is None and self._drawn:
+            # The constructor has drawn them under the run's seed, on every rank alike; shards were cut from those.
+            return
+        if self.run.model.config is None:
+            raise ConfigError(
+                f"nothing says how random weights of {type(self.module).__name__} are drawn on the meta device; set "
+                "training.init_model_with_meta_device to false, or training.load to its weights"
+            )
         described = self.run.described
         std = {"text": described.text_decoder.init_method_std}
         if described.image_encoder is not None:
             std["vision"] = described.image_encoder.vision_encoder.init_method_std
         _, placement, parameters = self.chunks[0]
         initialize([placement], [parameters], seed, std)  # type: ignore[arg-type]
+
+    def hf_directory(self, path: str) -> HFDirectory:
+        """The weights of a Hugging Face directory, by the model's names."""
+        return HFDirectory(path) if self.run.model.config is not None else OwnDirectory(path, self.file_names)
 
     def weights_changed(self) -> None:
         """What was gathered before is gathered anew."""
@@ -191,9 +208,10 @@ class Fsdp2Engine:
         if routers:
             arguments["output_router_logits"] = True
         if self.run.training.loss_type != "raw":
-            model.loss_function = SupervisedLoss(learnt)
+            model.loss_function = own = SupervisedLoss(learnt)
             output = model(**arguments, labels=labels)
-            loss = output.loss
+            # A class that computes its loss without asking for the function gives logits to compute ours from.
+            loss = output.loss if own.asked else own(logits_of(output, model, labels), labels)
         elif len(learnt.targets):
             output = model(**arguments, labels=labels)
             loss = output.loss * learnt.share

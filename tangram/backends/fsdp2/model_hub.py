@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
     model_class: Any = model_class_of(source.model_id, hf)
     if chunked(config.features):
         model_class = with_chunk_loss(model_class)
-    with _on_meta() if on_meta else nullcontext():
+    with _on_meta() if on_meta else _seeded(config.training.seed):
         model = model_class._from_config(hf, dtype=torch.float32)
     if hasattr(model, "tie_weights"):
         # On the meta device modules were given parameters of their own.
@@ -112,6 +113,14 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
     for paths in match_each(patterns, [path for path in modules if path], "model.freeze").values():
         for path in paths:
             modules[path].requires_grad_(False)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """What constructors draw is the run's seed's, on every rank; torch's own generator is as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _on_meta() -> AbstractContextManager[Any]:
