@@ -13,6 +13,8 @@ from tangram.backends.fsdp2.registry import model_register
 from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.patterns import match_each
 from tangram.errors import ConfigError
+from tangram.platform import current
+from tangram.platform.operators.fuse import fuse
 
 
 class ModelHub:
@@ -20,7 +22,7 @@ class ModelHub:
 
     @staticmethod
     def build(config: Fsdp2Config) -> nn.Module:
-        """The model in fp32, frozen where the run file says so, without the weights of the files.
+        """The model in fp32, frozen where the run file says so, with the platform's fused operators, without the weights of the files.
 
         With ``init_model_with_meta_device`` its parameters take no memory yet; buffers are always real, for constructors compute them.
 
@@ -43,6 +45,7 @@ class ModelHub:
         with _on_meta() if config.training.init_model_with_meta_device else nullcontext():
             model = model_class._from_config(hf, dtype=torch.float32)
         freeze(model, source.freeze)
+        fuse(model, current().name)
         return model
 
 
