@@ -81,7 +81,7 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
     samples = []
     for number, (grids, question, answer) in enumerate(SYNTHETIC_ROWS if has_videos(model) else SYNTHETIC_ROWS[:-1]):
         sample, prompt = EncodedSample(number), words(2)
-        for grid in grids if model.image_encoder else ():
+        for grid in [fixed_grid(model) or grid for grid in grids] if model.image_encoder else ():
             prompt += _placeholders(model, grid) + words(1)
             if grid[0] == 1:
                 sample.images.append(Medium(grid))
@@ -98,6 +98,13 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
             width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             batch[kind.pixels] = torch.randn(int(batch[kind.grids].prod(dim=1).sum()), width, generator=generator)
     return _tensors(batch)
+
+
+def fixed_grid(model: ModelConfig) -> Grid | None:
+    """The grid of all pictures of a tower that takes one size; None: it takes many."""
+    vision = model.image_encoder.vision_encoder if model.image_encoder else None
+    side = getattr(vision, "image_size", None)
+    return None if side is None else (1, side // vision.patch_size, side // vision.patch_size)  # type: ignore[union-attr]
 
 
 def has_videos(model: ModelConfig) -> bool:
@@ -135,14 +142,17 @@ def photo_batch(hf_dir: Path, family: Family, model: ModelConfig) -> Tensors:
     Raises:
         ConfigError: scikit-image is not installed, or the directory's tokenizer or image processor does not fit the model.
     """
-    images, rows = None, [row for row in PHOTO_ROWS if model.image_encoder or not row[0]]
-    if model.image_encoder:
+    rows = [row for row in PHOTO_ROWS if model.image_encoder or not row[0]]
+    media = None
+    if model.image_encoder and fixed_grid(model):
+        media = Media.from_config(PreprocessParameters(model_name_or_path=str(hf_dir)), model.image_encoder.vision_encoder)
+    elif model.image_encoder:
         vision = model.image_encoder.vision_encoder
         cell = (vision.patch_size * vision.spatial_merge_size) ** 2
         limits = PreprocessParameters(model_name_or_path=str(hf_dir), image_min_pixels=cell, image_max_pixels=PHOTO_CELLS * cell)
         images = ImageProcessor.from_config(limits, vision)
+        media = Media(images)
     tokenizer = load_tokenizer(hf_dir, model)
-    media = Media(images) if images else None
     encode = SampleEncoder(tokenizer, get_template(family.template), media, cutoff=model.text_decoder.max_position_embeddings)
 
     def encoded(number: int, photos: Sequence[str], turns: Sequence[tuple[str, str]]) -> EncodedSample:
@@ -176,7 +186,7 @@ def panned(sample: EncodedSample, model: ModelConfig) -> EncodedSample:
         replaced(sample.labels, IGNORE),
         videos=[Medium((STEPS, rows, columns), SECONDS)],
         image_pixels=[],
-        video_pixels=[np.concatenate([np.roll(patches, -step * row_of_cells, axis=0) for step in range(STEPS)])],
+        video_pixels=[np.concatenate([np.roll(np.asarray(patches), -step * row_of_cells, axis=0) for step in range(STEPS)])],
     )
 
 

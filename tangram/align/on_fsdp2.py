@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from tangram.align.batch import blank_like
 from tangram.align.task import Task
 from tangram.backends.engine import Batch, CanonicalTensor
 from tangram.backends.fsdp2.engine import Fsdp2Engine
-from tangram.backends.fsdp2.inputs import forward_arguments
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 
@@ -32,14 +30,15 @@ class OnFsdp2:
         filled = [*parts, *[blank_like(parts[-1])] * (-len(parts) % ranks)]
         return filled[self.engine.data_parallel_rank :: ranks]
 
-    @torch.no_grad()
     def logits(self, mine: Sequence[Batch], shape: tuple[int, int]) -> Iterator[CanonicalTensor]:
-        model = self.engine.module.eval()
-        for batch in mine:
-            seen = model(**forward_arguments(model, batch, self.engine.meshes.device)).logits.float().cpu()
+        for batch, logits in zip(mine, self.engine.logits(mine), strict=True):
+            seen = logits.float().cpu()
             if batch["sample_ids"]:
                 whole = nn.functional.pad(seen, (0, 0, 0, shape[1] - seen.shape[1]))
                 yield CanonicalTensor("logits", (batch["sample_ids"][0], 0, 0), (*shape, seen.shape[-1]), whole)
+
+    def frozen(self) -> list[str]:
+        return sorted(name for name, parameter in self.engine.parameters.items() if not parameter.requires_grad)
 
     def close(self) -> None:
         self.engine.close()

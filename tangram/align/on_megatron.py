@@ -57,6 +57,9 @@ class OnMegatron:
                 whole = torch.nn.functional.pad(logits[..., :real], (0, 0, 0, shape[1] - logits.shape[1]))
                 yield CanonicalTensor("logits", (rows[0], 0, start), (*shape, self.vocabulary), whole)
 
+    def frozen(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         shutdown()
 

@@ -12,6 +12,7 @@ import torch
 
 from tangram.align.batch import IGNORE
 from tangram.align.observation import Observation
+from tangram.data.pictures import pictures
 from tangram.errors import CheckpointError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -67,11 +68,15 @@ def token_types(input_ids: torch.Tensor, image_token_id: int, video_token_id: in
 
 def forward_arguments(model: torch.nn.Module, batch: Tensors) -> dict[str, Any]:
     """Arguments of ``model.forward`` for a batch. Positions are always ours: from 5.3 on, transformers falls back to plain 1-D positions
-    where it gets no ``mm_token_type_ids``."""
+    where it gets no ``mm_token_type_ids``. A model that knows no grids takes whole pictures and positions ``[B, S]``."""
     config: Any = model.config
     arguments: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
     known = inspect.signature(model.forward).parameters
-    arguments.update({name: batch[name] for name in MEDIA if name in batch})
+    arguments.update({name: batch[name] for name in MEDIA if name in batch and name in known})
+    if "image_grid_thw" not in known:
+        arguments["position_ids"] = batch["position_ids"][0]
+        if "image_grid_thw" in batch:
+            arguments["pixel_values"] = pictures(batch["pixel_values"], batch["image_grid_thw"], config.vision_config.patch_size)
     if "second_per_grid_ts" in batch and "second_per_grid_ts" in known:
         arguments["second_per_grid_ts"] = batch["second_per_grid_ts"]
     if "mm_token_type_ids" in known:
@@ -121,8 +126,9 @@ def observe(model: torch.nn.Module, batch: Tensors) -> Observation:
     """
     model.zero_grad(set_to_none=True)
     try:
-        with PositionWitness(model, batch["position_ids"]):
-            logits = model(**forward_arguments(model, batch)).logits
+        arguments = forward_arguments(model, batch)
+        with PositionWitness(model, arguments["position_ids"]):
+            logits = model(**arguments).logits
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{model.name_or_path}: transformers cannot run it, so there is nothing to compare with: {_one_line(error)}; correct its config.json"
@@ -130,8 +136,7 @@ def observe(model: torch.nn.Module, batch: Tensors) -> Observation:
     loss = token_loss(logits, batch["labels"])
     loss.backward()
     gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-        for name, parameter in model.named_parameters()
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach() for name, parameter in model.named_parameters()
     }
     return Observation(loss=float(loss.detach()), logits=logits.detach(), gradients=gradients)
 

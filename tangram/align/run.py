@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,13 @@ from tangram.align.reference import load_reference, observe
 from tangram.align.sharded import Sharded, read_run_file, write_run_file
 from tangram.align.standin import runnable_directory
 from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, gradient_file, logits_file
+from tangram.checkpoints.expert_stacks import turned_stacks
+from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.reader import TensorInfo
+from tangram.config.fsdp2_sizes import sizes
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
-from tangram.errors import CheckpointError, ConfigError
+from tangram.errors import CheckpointError, ConfigError, name_some
 from tangram.families.base import Family, get_family
 from tangram.families.plugins import load_plugins
 from tangram.placement.proof import prove_table
@@ -150,12 +154,14 @@ def align(
         with running(tasks, work) as process:
             expected = observe(load_reference(subject.directory, TORCH_DTYPES[dtype]), batch)
             finish(process, tasks, work)
+        expected = canonical(expected, subject)
         outcomes = []
         for task in tasks:
             actual, replicas = collect(task)
+            wanted, frozen = without_frozen(expected, task)
             limit = TOLERANCES[dtype] if tolerance is None else tolerance
-            report = compare(actual, expected, batch["attention_mask"], limit, extra=replicas)
-            outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, tuple(notes)))
+            report = compare(actual, wanted, batch["attention_mask"], limit, extra=replicas)
+            outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, (*notes, *frozen)))
             if dump is not None and task is tasks[-1]:
                 write_batch(batch, dump)
                 write_observation(actual, dump)
@@ -175,14 +181,29 @@ def check_split(subject: Subject, split: Split | Sharded) -> None:
     prove_table(subject.family.tensor_table(subject.model, padded), split.topology(subject.model))
 
 
+def canonical(observed: Observation, subject: Subject) -> Observation:
+    """What transformers found, with stacked experts as ``[experts, in, out]``, whichever way round its version has them."""
+    shapes = {name: shape for name, shape in HFDirectory(subject.directory, subject.family).shapes.items() if len(shape) == 3}
+    infos = {name: TensorInfo(tuple(observed.gradients[name].shape), torch.float32) for name in shapes if name in observed.gradients}
+    other = turned_stacks(shapes, infos, "transformers") if infos else frozenset()
+    gradients = {name: value.transpose(1, 2) if name in other else value for name, value in observed.gradients.items()}
+    return replace(observed, gradients=gradients)
+
+
+def without_frozen(expected: Observation, task: Task) -> tuple[Observation, list[str]]:
+    """The reference without gradients of parameters that the task froze, and a note that says how many."""
+    frozen = json.loads(_written(task.folder / RESULT_FILE).read_text(encoding="utf-8"))["frozen"]
+    kept = {name: value for name, value in expected.gradients.items() if name not in set(frozen)}
+    note = [f"{len(frozen)} frozen parameters (model.freeze) have no gradient to compare: {name_some(frozen)}"] if frozen else []
+    return replace(expected, gradients=kept), note
+
+
 def check_run_files(tasks: Sequence[Task]) -> None:
     """Read the run files of the fsdp2 backend as the processes will.
 
     Raises:
         ConfigError: settings that the schema does not have, or that do not fit each other or the number of processes.
     """
-    from tangram.backends.fsdp2.meshes import sizes
-
     for task in tasks:
         if isinstance(task.split, Sharded):
             settings = read_run_file(task.folder, task.split).fsdp2
@@ -219,10 +240,8 @@ def make_task(
         micro_batch_size = -(-rows // max(2, split.processes if isinstance(split, Sharded) else split.data))
     if isinstance(split, Sharded):
         training = curve or Curve(steps=1, lr=1e-3)
-        sizes = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad}
-        write_run_file(
-            out, split, subject.directory.resolve(), subject.family.name, dtype=dtype, micro_batch_size=micro_batch_size, seed=seed or 0, **sizes
-        )
+        how = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad, "seed": seed or 0}
+        write_run_file(out, split, subject.directory.resolve(), subject.family.name, dtype=dtype, micro_batch_size=micro_batch_size, **how)
     return Task(
         name=str(split),
         hf_dir=str(subject.directory.resolve()),

@@ -36,6 +36,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "qwen2_5_vl": QWEN_UNITS,
     "qwen3_vl": (*QWEN_UNITS, "model.visual.deepstack_merger_list.{*}"),
     "qwen3_vl_moe": (*QWEN_UNITS, "model.visual.deepstack_merger_list.{*}"),
+    "llava": ("model.vision_tower.*encoder.layers.{*}", "model.multi_modal_projector", "model.language_model.layers.{*}"),
 }
 """Modules that are sharded as units of their own where the settings do not say which, by family; of another family the root is the only unit."""
 

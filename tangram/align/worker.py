@@ -50,6 +50,9 @@ class Runner(Protocol):
     def logits(self, mine: Sequence[Batch], shape: tuple[int, int]) -> Iterator[CanonicalTensor]:
         """Logits as rectangles of ``[*shape, V]``, without padding of the vocabulary; zeros past a micro-batch's length."""
 
+    def frozen(self) -> list[str]:
+        """Canonical names of parameters that are not trained."""
+
     def close(self) -> None:
         """Leave the process group."""
 
@@ -132,7 +135,7 @@ def _observe(runner: Runner, mine: list[dict[str, Any]], batch: dict[str, torch.
     result = engine.forward_backward(mine)
     write_pieces(engine.canonical_gradients(), gradient_file(task.folder, rank))
     if rank == 0:
-        _write_result(task, {"loss": result.loss, "tokens": result.tokens})
+        _write_result(task, {"loss": result.loss, "tokens": result.tokens, "frozen": runner.frozen()})
 
 
 def _settle_loss_scale(engine: RunnableEngine, mine: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from tangram.placement.topology import Topology
 if TYPE_CHECKING:
     from tangram.checkpoints.dcp_rng import Generators
     from tangram.checkpoints.dcp_state import LocalChunk, OptimizerState
+    from tangram.checkpoints.stored_types import StoredAs
     from tangram.config.run import RunConfig
 
 Batch = Mapping[str, Any]
@@ -85,16 +86,22 @@ class RunnableEngine(Engine, Protocol):
         canonical_shapes: name and shape of every tensor of the whole model.
         topology: the split over tensor-parallel ranks and stages.
         needs_pixels: this rank runs the vision tower.
+        axes: sizes of the split that ``topology`` does not know.
+        stored_as: types that checkpoints store parameters in; None: their own.
         reports_data: this rank is the one, of those with the same ``data_parallel_rank``, that lists skipped samples.
     """
 
     run: RunConfig
     topology: Topology
+    axes: Mapping[str, int]
     needs_pixels: bool
     reports_data: bool
 
     @property
     def chunks(self) -> Sequence[LocalChunk]: ...
+
+    @property
+    def stored_as(self) -> StoredAs | None: ...
 
     @property
     def canonical_shapes(self) -> Mapping[str, Shape]: ...

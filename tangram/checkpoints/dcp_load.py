@@ -10,11 +10,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tangram.checkpoints.dcp_blocks import block_piece, flat_pieces
-from tangram.checkpoints.dcp_planner import check_entries, check_model_names, partial_kinds
+from tangram.checkpoints.dcp_planner import check_entries, check_model_names, whole_moments
 from tangram.checkpoints.dcp_ranks import rank
 from tangram.checkpoints.dcp_state import (
     MASTER,
     MOMENTS,
+    OPTIMIZERS,
     STEP,
     LocalChunk,
     ParameterState,
@@ -33,22 +34,31 @@ log = logging.getLogger(__name__)
 class LoadPlan:
     """Entries to read on this rank, and what to do with the optimizer's parameters afterwards.
 
+    Args:
+        chunks: this rank's model chunks.
+        weights: the same with what ``model.`` entries are read into.
+
     Raises:
         CheckpointError: the checkpoint is of another model, in names, shapes or dtypes.
     """
 
-    def __init__(self, folder: Path, metadata: Metadata, chunks: Sequence[LocalChunk], shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self, folder: Path, metadata: Metadata, chunks: Sequence[LocalChunk], weights: Sequence[LocalChunk], shapes: Mapping[str, Shape]
+    ) -> None:
         self.where = str(folder)
         self.metadata = metadata
         self.stored = metadata.state_dict_metadata
         self.chunks = chunks
         self.shapes = shapes
         check_model_names(metadata, shapes, self.where)
-        self.entries = model_state(chunks, shapes, saving=False)
+        self._weights = weights
+        self.entries = model_state(weights, shapes, saving=False)
         check_entries(self.entries, metadata, self.where)
         self._states: list[ParameterState] = []
         self._restored: list[tuple[ParameterState, list[str]]] = []
         self._without_master: list[ParameterState] = []
+        self.masters: set[tuple[int, str]] = set()
+        """Chunk and local name of the parameters whose master is read."""
 
     @property
     def restored_names(self) -> set[str]:
@@ -81,6 +91,8 @@ class LoadPlan:
             log.warning("%s: rank %d: no optimizer state for %d parameters, they start fresh: %s", self.where, rank(), len(started), names)
         wanted = optimizer_state(self.chunks, states, self.shapes, saving=False).tensors
         wanted = {key: tensor for key, tensor in wanted.items() if key in self.stored or split_key(key)[0] != MASTER}
+        without = {(state.chunk, state.name) for state in self._without_master}
+        self.masters = {(state.chunk, state.name) for state in states if MASTER in state.tensors()} - without
         check_entries(wanted, self.metadata, self.where)
         self.entries |= wanted
         self.entries |= {optimizer_key(STEP, name): torch.tensor(0) for name in self.restored_names}
@@ -88,7 +100,13 @@ class LoadPlan:
     def _add(self, state: ParameterState) -> bool:
         """Plan one parameter; whether the checkpoint has its moments."""
         names = canonical_names(self.chunks[state.chunk][1].tensors[state.name])
-        moments = {name: partial_kinds(name, self.stored, self.where) for name in names}
+        moments = {name: whole_moments(name, self.stored, self.where) for name in names}
+        for name, kinds in moments.items():
+            if kinds and kinds != state.moments:
+                raise CheckpointError(
+                    f"{self.where}: the optimizer state of {name} is {OPTIMIZERS[kinds]}'s, this run updates it with {OPTIMIZERS[state.moments]}; "
+                    "train with the optimizer it was saved with, or set no_load_optim to start with fresh state"
+                )
         masters = {name: optimizer_key(MASTER, name) in self.stored for name in names}
         for what, present in (("moments", moments), ("master", masters)):
             if any(present.values()) and not all(present.values()):
@@ -125,7 +143,7 @@ class LoadPlan:
 
     def _clear_padding(self) -> None:
         """Padding is not stored; it is zero everywhere, whatever the model held before."""
-        for _, placement, parameters in self.chunks:
+        for _, placement, parameters in self._weights:
             for block in placement.blocks:
                 if block.canonical is None:
                     block_piece(block, parameters[block.local].detach()).data.zero_()

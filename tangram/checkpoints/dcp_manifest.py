@@ -31,6 +31,7 @@ class RunFacts:
         dataset_fingerprint: changes when the samples or their order do.
         seed: of init and data order.
         schedule: learning-rate schedule: name -> value.
+        axes: sizes of the split that ``topology`` does not know: ``fully_shard`` and ``ulysses`` of the fsdp2 backend.
     """
 
     family: str
@@ -41,6 +42,7 @@ class RunFacts:
     dataset_fingerprint: str
     seed: int
     schedule: Mapping[str, Any]
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     def split(self) -> dict[str, Any]:
         """The split as plain data."""
@@ -52,7 +54,13 @@ class RunFacts:
             "data_parallel": self.data_parallel,
             "vit_pp_layers": [list(row) for row in topology.vision],
             "llm_pp_layers": [list(row) for row in topology.text],
+            **self.axes,
         }
+
+    def has_ranks_of(self, manifest: Manifest) -> bool:
+        """Whether each rank does what the rank of its number did, so that it can go on with its random state. Over how many of them weights are
+        sharded decides nothing of that."""
+        return {**manifest.split, "fully_shard": None} == {**self.split(), "fully_shard": None}
 
 
 @dataclass(frozen=True)

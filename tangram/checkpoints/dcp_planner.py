@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tangram.checkpoints.dcp_ranks import distributed, lost_contact
-from tangram.checkpoints.dcp_state import MASTER, MOMENTS, STEP, model_key, optimizer_key, split_key, step_entries
+from tangram.checkpoints.dcp_state import MASTER, MOMENTS, OPTIMIZERS, STEP, model_key, optimizer_key, split_key, step_entries
 from tangram.errors import CheckpointError, name_some
 from tangram.placement.table import Shape
 
@@ -59,7 +60,7 @@ class StrictSavePlanner(DefaultSavePlanner):
         if missing:
             raise CheckpointError(f"{len(missing)} tensors of the model are held by no rank: {name_some(missing)}")
         for canonical in {name for kind, name in map(split_key, present) if kind in (*MOMENTS, MASTER, STEP)}:
-            partial_kinds(canonical, present, "the optimizer")
+            whole_moments(canonical, present, "the optimizer")
         _check_steps(plan.planner_data for plan in all_plans)
         plans, metadata = super().create_global_plan([replace(plan, planner_data=None) for plan in all_plans])
         return plans, replace(metadata, planner_data={key: (key,) for key in metadata.state_dict_metadata})
@@ -86,18 +87,22 @@ def _check_whole(plans: Iterable[SavePlan]) -> set[str]:
     return set(parts)
 
 
-def partial_kinds(canonical: str, present: Iterable[str] | Mapping[str, Any], where: str) -> bool:
-    """Whether ``present`` has Adam's state of a tensor.
+def whole_moments(canonical: str, present: Iterable[str] | Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Which moments ``present`` has of a tensor: a key of ``OPTIMIZERS``, or () for none.
 
     Raises:
-        CheckpointError: it has a part of it only.
+        CheckpointError: it has a part of an optimizer's state, or that of two.
     """
-    kinds = (*MOMENTS, STEP)
-    found = [kind for kind in kinds if optimizer_key(kind, canonical) in present]
-    if found and len(found) < len(kinds):
-        lost = [kind for kind in kinds if kind not in found]
+    found = {kind for kind in (*MOMENTS, STEP) if optimizer_key(kind, canonical) in present}
+    if not found:
+        return ()
+    kinds = max(OPTIMIZERS, key=lambda kinds: len(found & set(kinds)))
+    wanted = (*kinds, STEP)
+    if lost := [kind for kind in wanted if kind not in found]:
         raise CheckpointError(f"{where}: optimizer state of {canonical} is partial: {', '.join(lost)} missing; it must be whole or wholly absent")
-    return bool(found)
+    if odd := found - set(wanted):
+        raise CheckpointError(f"{where}: optimizer state of {canonical} is that of two optimizers: {name_some(found)}; {name_some(odd)} must go")
+    return kinds
 
 
 def _check_steps(all_steps: Iterable[Mapping[str, int]]) -> None:
@@ -258,8 +263,10 @@ def check_model_names(metadata: Metadata, shapes: Mapping[str, Shape], where: st
         raise CheckpointError(f"{where}: its tensors are not those of this model: {'; '.join(parts)}")
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], names: Iterable[str], steps: Mapping[str, int]) -> None:
-    """Write this rank's entries; a collective call.
+def write(
+    folder: Path, tensors: Mapping[str, torch.Tensor], names: Iterable[str], steps: Mapping[str, int], group: dist.ProcessGroup | None = None
+) -> None:
+    """Write this rank's entries; a collective call over ``group`` (None: the default one).
 
     Raises:
         CheckpointError: on every rank, if any rank failed.
@@ -267,7 +274,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], names: Iterable[str
     state = {**tensors, **step_entries(steps)}
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True, overwrite=False)
     try:
-        dcp.save(state, storage_writer=writer, planner=StrictSavePlanner(names, steps), no_dist=not distributed())
+        dcp.save(state, storage_writer=writer, planner=StrictSavePlanner(names, steps), process_group=group, no_dist=not distributed())
     except CheckpointException as error:
         _raise_plain(error, f"{folder}: not saved")
     except RuntimeError as error:

@@ -40,8 +40,11 @@ def together(action: Callable[[], T]) -> T:
     return _agree(result, error, messages)
 
 
-def on_coordinator(action: Callable[[], T]) -> T:
+def on_coordinator(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``action`` on rank 0 and give its result to every rank; a collective call.
+
+    Args:
+        group: of all ranks; None: the default one.
 
     Raises:
         CheckpointError: on every rank, as ``together``.
@@ -49,7 +52,7 @@ def on_coordinator(action: Callable[[], T]) -> T:
     result, error = _attempt(action) if rank() == 0 else (None, None)
     outcome = [(result, _message(error))]
     if distributed():
-        _exchange(lambda: dist.broadcast_object_list(outcome, src=0))
+        _exchange(lambda: dist.broadcast_object_list(outcome, src=0, group=group))
     result, message = outcome[0]
     return _agree(result, error, [message])
 

@@ -4,8 +4,9 @@ Keys:
 
 - ``model.<canonical>``: the parameter, as the model holds it;
 - ``optimizer.exp_avg.<canonical>``, ``optimizer.exp_avg_sq.<canonical>``: Adam's moments, fp32;
+- ``optimizer.momentum.<canonical>``: Muon's, in their place;
 - ``optimizer.master.<canonical>``: the fp32 parameter, where the model's is of a smaller type;
-- ``optimizer.step.<canonical>``: steps that Adam has taken with it (a number, int64);
+- ``optimizer.step.<canonical>``: steps that the optimizer has taken with it (a number, int64);
 - ``rng.<rank>``: random state of one rank.
 
 A parameter that never got a gradient has no moments and no step; a frozen one has its ``model`` entry alone.
@@ -26,7 +27,11 @@ from tangram.placement.blocks import LocalTensor, Placement, check_names
 from tangram.placement.table import Shape
 from tangram.placement.topology import Chunk
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM = ("exp_avg", "exp_avg_sq")
+MUON = ("momentum",)
+OPTIMIZERS = {ADAM: "Adam", MUON: "Muon"}
+"""Moments that an optimizer keeps of a parameter, and its name."""
+MOMENTS = (*ADAM, *MUON)
 MASTER = "master"
 STEP = "step"
 
@@ -43,7 +48,7 @@ def optimizer_key(kind: str, canonical: str) -> str:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """``(kind, canonical name)`` of a key; kind is ``model``, ``exp_avg``, ``exp_avg_sq``, ``master``, ``step`` or ``rng``.
+    """``(kind, canonical name)`` of a key; kind is ``model``, ``rng``, ``master``, ``step`` or one of ``MOMENTS``.
 
     Raises:
         CheckpointError: not a key of a training checkpoint.
@@ -67,8 +72,12 @@ class ParameterState(Protocol):
     start: int
     """First element of the flattened local parameter that this rank's optimizer holds."""
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Which its optimizer keeps: a key of ``OPTIMIZERS``."""
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of ``exp_avg``, ``exp_avg_sq`` and ``master`` that exist, flat or in the parameter's shape, sharing the optimizer's memory."""
+        """Those of ``moments`` and ``master`` that exist, flat or in the parameter's shape, sharing the optimizer's memory."""
 
     @property
     def step(self) -> int | None:
@@ -90,8 +99,12 @@ class ParameterState(Protocol):
 class OptimizerState(Protocol):
     """A backend's optimizer as checkpoints see it."""
 
-    def parameters(self) -> Sequence[ParameterState]:
-        """Everything that this rank's optimizer updates. Frozen parameters are not among them."""
+    def parameters(self, *, loading: bool = False) -> Sequence[ParameterState]:
+        """Everything that this rank's optimizer updates. Frozen parameters are not among them.
+
+        Args:
+            loading: with the masters of all that could read one, also where none would be saved.
+        """
 
     def synchronize(self) -> None:
         """Make the model's parameters on every rank those of the last step; a collective call where updates are gathered late."""
@@ -163,7 +176,7 @@ def optimizer_state(chunks: Sequence[LocalChunk], states: Iterable[ParameterStat
     Args: as ``model_state``.
 
     Raises:
-        CheckpointError: a parameter has one moment and lacks the other, or two parts of one canonical tensor have taken different numbers of
+        CheckpointError: a parameter has one of its moments and lacks another, or two parts of one canonical tensor have taken different numbers of
             steps.
     """
     local = LocalState()
@@ -174,8 +187,8 @@ def optimizer_state(chunks: Sequence[LocalChunk], states: Iterable[ParameterStat
         if saving and tensor.rule.tied:
             continue
         held = state.tensors()
-        missing = [kind for kind in MOMENTS if kind not in held]
-        if missing and (len(missing) < len(MOMENTS) or state.step is not None):
+        missing = [kind for kind in state.moments if kind not in held]
+        if missing and (len(missing) < len(state.moments) or state.step is not None):
             raise CheckpointError(f"optimizer state of {state.name} is partial: {', '.join(missing)} missing; it must be whole or wholly absent")
         for kind, values in held.items():
             for block in tensor.blocks:

@@ -15,8 +15,9 @@ from tangram.checkpoints.copier import show
 from tangram.checkpoints.engine import PlannedFile, PlannedTensor, peak_memory, write_files
 from tangram.checkpoints.hf_directory import INDEX, SINGLE
 from tangram.checkpoints.links import require_inside
+from tangram.checkpoints.publish import new_directory
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, identity_of
-from tangram.checkpoints.resume import resumable_directory
+from tangram.checkpoints.resume import Journal, resumable_directory
 from tangram.checkpoints.safetensors_io import SafetensorsFile, lay_out
 from tangram.checkpoints.writing import WritePlan, WriteSettings
 from tangram.families.base import Family
@@ -58,13 +59,39 @@ def export_hf(
         PlacementError: ``shards`` and ``source`` hold different tensors.
     """
     files = _plan(source, family, shards, max_shard_bytes, dtype)
-    infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
     with resumable_directory(out_dir) as journal:
-        if files_from is not None:
-            copy_small_files(files_from, journal.folder)
-        _write_config(journal.folder, files_from, hf_config, infos)
-        write_files(journal.folder, files, identity_of(source), settings, journal)
-        return _write_index(journal.folder, [file.path for file in files])
+        return _write(journal.folder, source, files, files_from, hf_config, dtype, settings, journal)
+
+
+def replace_hf(
+    source: CanonicalReader, out_dir: Path, family: Family, *, files_from: Path | None, hf_config: Mapping[str, Any], settings: WriteSettings
+) -> int:
+    """As ``export_hf``, but what stands at ``out_dir`` is replaced once the new directory is complete, and a killed run leaves nothing to keep.
+
+    Raises:
+        CheckpointError: the disk is too small, or anything that ``source`` raises. What stood there then still does.
+    """
+    files = _plan(source, family, None, LARGEST_SHARD, None)
+    with new_directory(out_dir, replace=True) as folder:
+        return _write(folder, source, files, files_from, hf_config, None, settings, None)
+
+
+def _write(
+    folder: Path,
+    source: CanonicalReader,
+    files: Sequence[PlannedFile],
+    files_from: Path | None,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    settings: WriteSettings,
+    journal: Journal | None,
+) -> int:
+    infos = {name: _cast_info(info, dtype) for name, info in source.names().items()}
+    if files_from is not None:
+        copy_small_files(files_from, folder)
+    _write_config(folder, files_from, hf_config, infos)
+    write_files(folder, files, identity_of(source), settings, journal)
+    return _write_index(folder, [file.path for file in files])
 
 
 def plan_hf(

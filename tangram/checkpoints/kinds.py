@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from tangram.errors import CheckpointError
 
 WeightKind = Literal["Hugging Face directory", "mp_rank directory", "training checkpoint", "LoRA adapter"]
+
+LoadFormat = Literal["auto", "hf", "dcp"]
+_FORMATS: Mapping[LoadFormat, WeightKind] = {"hf": "Hugging Face directory", "dcp": "training checkpoint"}
 
 HF_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -20,15 +24,24 @@ ADAPTER_MANIFEST = "tangram_adapter.json"
 """Ours, in an ``mp_rank`` directory of an adapter."""
 
 
-def kind_of_weights(path: str | Path, option: str = "") -> WeightKind:
+def kind_of_weights(path: str | Path, option: str = "", wanted: LoadFormat = "auto") -> WeightKind:
     """Which of the known kinds of weights a directory holds.
 
     Args:
         option: name of the option that gave the path, for messages.
+        wanted: the kind that it must be of; auto: any.
 
     Raises:
-        CheckpointError: it does not exist or is of no known kind.
+        CheckpointError: it does not exist, is of no known kind or of another than ``wanted``.
     """
+    kind = _kind_of(path, option)
+    if wanted != "auto" and kind != _FORMATS[wanted]:
+        where = f"{option} {path}".strip()
+        raise CheckpointError(f"{where}: load_format {wanted} asks for a {_FORMATS[wanted]}, but a {kind} lies there; correct the path or the format")
+    return kind
+
+
+def _kind_of(path: str | Path, option: str) -> WeightKind:
     path = Path(path)
     where = f"{option} {path}".strip()
     if not path.is_dir():

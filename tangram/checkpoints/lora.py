@@ -75,9 +75,7 @@ def prepare_lora_to_hf(options: LoraToHFOptions, families: tuple[str, ...] = (),
     config_dir = options.hf_config.hf_dir
     if config_dir is None and not (mm_dir / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{mm_dir}: no {ADAPTER_CONFIG}; give the directory that has it with --cfg.hf_config.hf_dir")
-    adapter = open_adapter(
-        mm_dir, base_dir=options.base_hf_dir, split=options.parallel_config, config_dir=config_dir, key_layout=options.key_layout
-    )
+    adapter = open_adapter(mm_dir, base_dir=options.base_hf_dir, split=options.parallel_config, config_dir=config_dir, key_layout=options.key_layout)
     check_family(adapter.family, families, f"{adapter.path}: its base")
     source = _cast(adapter.reader, dtype)
     file = plan_file(WEIGHTS, {adapter.key(name): (name, info) for name, info in source.names().items()}, source)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tangram.checkpoints import dcp_planner
+from tangram.checkpoints import dcp_planner, stored_types
+from tangram.checkpoints.background import Background, Staging, own_group
 from tangram.checkpoints.dcp_load import LoadPlan
 from tangram.checkpoints.dcp_manifest import (
     MANIFEST_FILE,
@@ -29,6 +30,8 @@ from tangram.checkpoints.dcp_ranks import gather, on_coordinator, rank, together
 from tangram.checkpoints.dcp_rng import Generators, capture, restore, rng_key
 from tangram.checkpoints.dcp_state import LocalChunk, LocalState, OptimizerState, model_state, optimizer_state
 from tangram.checkpoints.publish import publish, remove_stale, temporary_name, write_text
+from tangram.checkpoints.retention import remove_oldest
+from tangram.checkpoints.stored_types import StoredAs
 from tangram.errors import CheckpointError, name_some
 from tangram.placement.table import Shape
 
@@ -54,8 +57,11 @@ class CheckpointManager:
         shapes: canonical name -> shape, of the whole model (``canonical_shapes``).
         optimizer: None for a run without one.
         generators: random generators that the backend keeps besides torch's.
-        no_save_optim, no_save_rng: leave that state out of what is saved.
+        stored_as: types that parameters are stored in; None: their own, and no other is read.
+        no_save_optim, no_save_rng: leave that state out of what is saved. Without the optimizer's masters, weights keep the type they are stored in.
         no_load_optim, no_load_rng: start with fresh state although the checkpoint has it.
+        save_async: write in the background, from copies in host memory (see ``Staging``).
+        save_total_limit: checkpoints that are kept (``remove_oldest``); None: all.
     """
 
     def __init__(
@@ -66,26 +72,37 @@ class CheckpointManager:
         optimizer: OptimizerState | None = None,
         generators: Generators | None = None,
         *,
+        stored_as: StoredAs | None = None,
         no_save_optim: bool = False,
         no_save_rng: bool = False,
         no_load_optim: bool = False,
         no_load_rng: bool = False,
+        save_async: bool = False,
+        save_total_limit: int | None = None,
     ) -> None:
         self.facts = facts
         self.chunks = chunks
         self.shapes = shapes
         self.optimizer = optimizer
         self.generators = generators
+        self.stored_as = stored_as
         self.no_save_optim = no_save_optim
         self.no_save_rng = no_save_rng
         self.no_load_optim = no_load_optim
         self.no_load_rng = no_load_rng
+        self.save_total_limit = save_total_limit
+        self.staging = Staging() if save_async else None
+        self._background = Background()
+        self._group = own_group() if save_async else None
 
     def save(self, folder: str | Path, step: int, consumed_samples: int, extra: Mapping[str, Any] | None = None) -> Path:
         """Write ``<folder>/iter_<step>`` and make it the newest.
 
         Everything is written under a temporary name and flushed to the disk before the folder gets its name, and the tracker file names it
-        last; so at any moment the tracker's checkpoint is whole. What killed runs left behind is removed first.
+        last; so at any moment the tracker's checkpoint is whole. Older ones beyond ``save_total_limit`` go after that. What killed runs left
+        behind is removed first.
+
+        With ``save_async`` this returns when the state is copied, and the rest happens in the background; the save before it is waited for.
 
         Args:
             extra: JSON data of the training loop.
@@ -94,13 +111,15 @@ class CheckpointManager:
             The new folder.
 
         Raises:
-            CheckpointError: on every rank, if any rank failed; the previous checkpoint is as it was.
+            CheckpointError: on every rank, if any rank failed, now or in the background of the save before; the previous checkpoint is as it was.
         """
         began = time.monotonic()
         final = Path(folder) / iteration_folder(step)
+        self.wait()
         if self.optimizer is not None:
             self.optimizer.synchronize()
-        state = together(self._entries)
+        staging = self.staging
+        state = together(self._entries if staging is None else lambda: staging.copy(self._entries()))
         manifest = Manifest.of(
             self.facts,
             step=step,
@@ -110,24 +129,48 @@ class CheckpointManager:
             grad_scaler=self.optimizer.scaler_state() if self.optimizer is not None and self._saves_optimizer else {},
             extra=dict(extra or {}),
         )
-        temporary = on_coordinator(lambda: _prepare(final))
+        if staging is None:
+            self._write(final, state, manifest, began)
+        else:
+            self._background.start(lambda: self._write(final, state, manifest, began))
+            if rank() == 0:
+                log.info("saving %s in the background; training waited %.1f s", final, time.monotonic() - began)
+        return final
+
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this rank, so that ``wait`` will raise."""
+        return self._background.failed()
+
+    def wait(self) -> None:
+        """Until the save in the background, if there is one, is on the disk and published.
+
+        Raises:
+            CheckpointError: on every rank, if any rank failed; the previous checkpoint is as it was.
+        """
+        self._background.wait()
+
+    def settle(self) -> None:
+        """Wait as ``wait`` does, for a process that ends with another error."""
+        self._background.settle()
+
+    def _write(self, final: Path, state: LocalState, manifest: Manifest, began: float) -> None:
+        temporary = on_coordinator(lambda: _prepare(final), self._group)
         try:
-            dcp_planner.write(temporary, state.tensors, self.shapes, state.steps)
-            on_coordinator(lambda: _publish(temporary, final, manifest))
+            dcp_planner.write(temporary, state.tensors, self.shapes, state.steps, self._group)
+            on_coordinator(lambda: _publish(temporary, final, manifest, self.save_total_limit), self._group)
         except CheckpointError:
             if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         if rank() == 0:
             log.info("saved %s in %.1f s", final, time.monotonic() - began)
-        return final
 
     @property
     def _saves_optimizer(self) -> bool:
         return self.optimizer is not None and not self.no_save_optim
 
     def _entries(self) -> LocalState:
-        state = LocalState(model_state(self.chunks, self.shapes, saving=True))
+        state = LocalState(model_state(stored_types.to_save(self.chunks, self.stored_as), self.shapes, saving=True))
         if self.optimizer is not None and self._saves_optimizer:
             held = optimizer_state(self.chunks, self.optimizer.parameters(), self.shapes, saving=True)
             state.tensors |= held.tensors
@@ -153,10 +196,11 @@ class CheckpointManager:
             if rank() == 0:
                 log.warning("%s: learning-rate schedule: %s; the new one is used", folder, change)
         metadata = together(lambda: dcp_planner.read_metadata(folder))
-        plan = together(lambda: self._plan(folder, manifest, metadata))
+        targets = together(lambda: stored_types.to_load(self.chunks, self.stored_as, metadata))
+        plan = together(lambda: self._plan(folder, manifest, metadata, targets))
         self._report_unused(plan, folder)
         dcp_planner.read(folder, metadata, plan.entries)
-        together(lambda: self._apply(plan, manifest))
+        together(lambda: self._apply(plan, manifest, targets))
         if rank() == 0:
             log.info("loaded %s: step %d, %d tensors, in %.1f s", folder, manifest.step, len(self.shapes), time.monotonic() - began)
         return Resumed(manifest.step, manifest.consumed_samples, manifest.extra, manifest)
@@ -169,18 +213,19 @@ class CheckpointManager:
             raise CheckpointError(f"{folder}: was saved without optimizer state; set no_load_optim to start with fresh moments")
         return folder, manifest
 
-    def _plan(self, folder: Path, manifest: Manifest, metadata: Metadata) -> LoadPlan:
-        plan = LoadPlan(folder, metadata, self.chunks, self.shapes)
+    def _plan(self, folder: Path, manifest: Manifest, metadata: Metadata, targets: Sequence[LocalChunk]) -> LoadPlan:
+        plan = LoadPlan(folder, metadata, self.chunks, targets, self.shapes)
         if self.optimizer is not None:
-            plan.add_optimizer(self.optimizer.parameters(), fresh=self.no_load_optim)
+            plan.add_optimizer(self.optimizer.parameters(loading=True), fresh=self.no_load_optim)
         own = rng_key(rank())
-        if not self.no_load_rng and manifest.rng and manifest.split == self.facts.split() and own in plan.stored:
+        if not self.no_load_rng and manifest.rng and self.facts.has_ranks_of(manifest) and own in plan.stored:
             plan.add_bytes(own)
         elif not self.no_load_rng and rank() == 0:
             log.warning("%s: random state not restored: %s", folder, "the split is another one" if manifest.rng else "none was saved")
         return plan
 
-    def _apply(self, plan: LoadPlan, manifest: Manifest) -> None:
+    def _apply(self, plan: LoadPlan, manifest: Manifest, targets: Sequence[LocalChunk]) -> None:
+        stored_types.loaded(self.chunks, targets, plan.masters)
         plan.finish()
         if self.optimizer is not None and not self.no_load_optim:
             self.optimizer.load_scaler_state(manifest.grad_scaler)
@@ -206,7 +251,10 @@ def _prepare(final: Path) -> Path:
     return temporary
 
 
-def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
+def _publish(temporary: Path, final: Path, manifest: Manifest, limit: int | None) -> None:
     write_text(temporary / MANIFEST_FILE, manifest.text())
     publish(temporary, final, replace=True)
     write_text(final.parent / TRACKER_FILE, f"{manifest.step}\n")
+    if limit is not None:
+        for path in remove_oldest(final.parent, manifest, limit):
+            log.info("removed %s: %d checkpoints are kept", path, limit)

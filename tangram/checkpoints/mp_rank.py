@@ -56,9 +56,7 @@ class Rank(NamedTuple):
 
 def all_ranks(topology: Topology) -> list[Rank]:
     """Every rank that has a file, stage by stage."""
-    return [
-        Rank(tp, pp, ep) for pp in range(topology.pipeline) for tp in range(topology.tensor_ranks) for ep in range(topology.expert)
-    ]
+    return [Rank(tp, pp, ep) for pp in range(topology.pipeline) for tp in range(topology.tensor_ranks) for ep in range(topology.expert)]
 
 
 def chunk_keys(virtual: int) -> list[str]:

@@ -204,9 +204,7 @@ def run_verify(options: VerifyOptions, families: tuple[str, ...] = (), progress:
     first, second = open_two(source, target, options.hf_config.hf_dir)
     for side in (first, second):
         check_family(side.family, families, str(side.path))
-    return verify(
-        first, second, workers=options.workers, tolerance=options.tolerance, ignore_dtype=options.ignore_dtype, progress=progress
-    )
+    return verify(first, second, workers=options.workers, tolerance=options.tolerance, ignore_dtype=options.ignore_dtype, progress=progress)
 
 
 Side = tuple[str, ParallelOptions | None]

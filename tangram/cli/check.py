@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tangram.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tangram.config.preflight import Report
+    from tangram.config.preflight import NamedRules, Report
     from tangram.config.run import RunConfig
 
 
@@ -24,9 +24,19 @@ def run(args: argparse.Namespace) -> int:
     options, words = _own_parser().parse_known_args(args.words)
     from tangram.config.preflight import check_run
 
-    report = check_run(_read(words), _world_size(options.world_size))
+    config = _read(words)
+    report = check_run(config, _world_size(options.world_size), _more(config))
     _show(report)
     return 2 if report.errors else 0
+
+
+def _more(config: RunConfig) -> NamedRules:
+    """Rules that need torch, which the other backend's run files are spared."""
+    if config.backend != "fsdp2":
+        return ()
+    from tangram.backends.fsdp2.checks import RULES
+
+    return RULES
 
 
 def _own_parser() -> argparse.ArgumentParser:

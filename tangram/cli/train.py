@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tangram.cli.parser import Parser
 from tangram.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tangram.config.run import RunConfig
 
 EPILOG = """\
 examples:
@@ -24,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("run_file", metavar="RUN.yaml", help="six sections: parallel, data, model, features, training, tools")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="values that replace the file's")
     parser.words_into = "overrides"
-    parser.add_argument("--nproc-per-node", type=int, default=None, metavar="N", help="processes to start (tensor-parallel x pipeline-parallel size)")
+    parser.add_argument("--nproc-per-node", type=int, default=None, metavar="N", help="processes to start (as few as the split needs)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         if args.nproc_per_node is not None:
             raise ConfigError("--nproc-per-node is for a launch without torchrun; remove it")
         return _train(config)
-    processes = args.nproc_per_node or config.topology().model_parallel_size
+    processes = args.nproc_per_node or _needed(config)
     if processes == 1:
         return _train(config)
     from tangram.config.preflight import check_run
@@ -47,6 +50,15 @@ def run(args: argparse.Namespace) -> int:
     check_run(config, processes).raise_errors()
     print(f"starting {processes} processes on this machine through torch.distributed.run", flush=True)
     return launch(processes, "tangram", ["train", args.run_file, *args.overrides])
+
+
+def _needed(config: RunConfig) -> int:
+    """Processes that the split needs."""
+    if config.fsdp2 is None:
+        return config.topology().model_parallel_size
+    from tangram.config.fsdp2_sizes import least_processes
+
+    return least_processes(config.fsdp2.parallel)
 
 
 def _train(config: Any) -> int:

@@ -6,16 +6,39 @@ alone is read from here (``run.fsdp2``).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
-from tangram.config.data import DataConfig
+from tangram.config.data import DataConfig, DataloaderParam
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
 
-Patterns = list[str]
+
+def _listed(value: Any) -> Any:
+    """A text is the list of its parts between commas, which paths of modules cannot hold; null is an empty list."""
+    if value is None:
+        return []
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _resolve_plugin(value: str, info: ValidationInfo) -> str:
+    """Files and folders become absolute; else it is the name of a package."""
+    base = (info.context or {}).get("base")
+    if not value.strip():
+        raise ValueError("the name of a plug-in is empty; give a Python file, a folder or a package")
+    path = Path(base or "", Path(value).expanduser())
+    is_path = value.endswith(".py") or value.startswith((".", "~", "/")) or path.exists()
+    return str(path.resolve()) if is_path and base else value
+
+
+Names = Annotated[list[str], BeforeValidator(_listed)]
+Patterns = Names
 """Module paths in the language of ``tangram.config.patterns``."""
+FolderOrNone = Annotated[LocalPath | None, BeforeValidator(lambda value: None if value == "" else value)]
+"""An empty text is none, as files of MindSpeed-MM have it."""
+Plugin = Annotated[str, AfterValidator(_resolve_plugin)]
 FloatType = Literal["fp16", "bf16", "fp32"]
 
 
@@ -60,10 +83,8 @@ class Fsdp2Parallel(Section):
     """None: what the number of processes leaves; else it must be that."""
     fully_shard_parallel_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Ranks that share one copy of the weights, context-parallel ranks included; fewer than all: copies (HSDP)."""
-    tensor_parallel_size: int = 1
     ulysses_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of a sample."""
-    ring_attention_size: int = 1
     expert_parallel_size: int = Field(default=1, ge=1)
     expert_fully_shard_parallel_size: int | None = Field(default=None, ge=1)
     fsdp_plan: FsdpPlan = FsdpPlan()
@@ -111,8 +132,8 @@ class ChunkMbsPlan(Section):
     apply_modules: Patterns = []
     chunk_mbs: int = Field(default=1, ge=1)
     batch_dim: int = 0
-    chunk_arg_indexs: list[int] = [0]
-    chunk_kwarg_names: list[str] = []
+    chunk_arg_indexs: Annotated[list[int], BeforeValidator(_listed)] = [0]
+    chunk_kwarg_names: Names = []
 
 
 class Fsdp2Features(Section):
@@ -128,6 +149,17 @@ class Fsdp2Features(Section):
     chunkmbs_plan: ChunkMbsPlan = ChunkMbsPlan()
 
 
+class Fsdp2Dataloader(DataloaderParam):
+    """As of data.json, and what the other backend takes from its launch flags."""
+
+    num_workers: int = Field(default=2, ge=0)
+    """Processes on each rank that read micro-batches; 0: the rank's own."""
+
+
+class Fsdp2Data(DataConfig):
+    dataloader_param: Fsdp2Dataloader = Fsdp2Dataloader()
+
+
 class LrScale(Section):
     match: str
     """Regular expression for the beginning of a parameter's name (Python's ``re.match``); the first that matches counts."""
@@ -140,8 +172,8 @@ class Fsdp2Training(Section):
     train_iters: int | None = Field(default=None, ge=1)
     train_epochs: int | None = Field(default=None, ge=1)
     """Passes over the data in place of ``train_iters``."""
-    seq_length: int = Field(default=1024, ge=1)
-    """Longest sample, tokens; ``cutoff_len`` of the data may be shorter."""
+    seq_length: int | None = Field(default=None, ge=1)
+    """Longest sample, tokens; None: ``cutoff_len`` of the data, or 1024."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     lr: float = Field(default=5e-5, gt=0)
     lr_min: float = Field(default=0.0, ge=0)
@@ -151,9 +183,9 @@ class Fsdp2Training(Section):
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_decay_ratio: float = Field(default=1.0, gt=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
-    no_decay_modules: list[str] = []
+    no_decay_modules: Names = []
     """Parts of class names of modules whose own parameters have no weight decay, such as RMSNorm."""
-    no_decay_params: list[str] = []
+    no_decay_params: Names = []
     """Parts of parameter names that have none."""
     lr_scaling_plan: list[LrScale] = []
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -171,32 +203,38 @@ class Fsdp2Training(Section):
     init_model_with_meta_device: bool = False
     """True: weights are first made where they stay, each rank its own part. False: every rank builds the whole model in host memory first,
     which models need whose constructors compute something."""
-    load: LocalPath | None = None
+    load: FolderOrNone = None
     """Weights to start from: a Hugging Face directory or a training checkpoint; None: those of ``model_name_or_path`` where it has any."""
     load_format: Literal["auto", "hf", "dcp"] = "auto"
+    """What must lie there: a Hugging Face directory or a training checkpoint; auto: whatever is found."""
     no_load_optim: bool = False
     no_load_rng: bool = False
     random_init: bool = False
     """Start from random weights although ``model_name_or_path`` has some."""
-    save: LocalPath | None = None
+    save: FolderOrNone = None
     save_interval: int | None = Field(default=None, ge=1)
     save_format: Literal["dcp", "hf"] = "dcp"
+    """hf: Hugging Face directories in ``hf`` of ``save`` in place of training checkpoints; no run can be resumed from them."""
     save_async: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory: once more the bytes of a rank's weights and optimizer state."""
     save_ckpt_dtype: FloatType | None = None
+    """Type that weights are saved in, those in Hugging Face directories too; None: ``param_dtype``. The fp32 values of trained weights are saved
+    besides where it is smaller, so resuming loses nothing."""
     save_total_limit: int | None = Field(default=None, ge=1)
-    """Checkpoints that are kept; None: all."""
+    """Checkpoints of this run that are kept, the newest; None: all."""
     save_hf_interval: int | None = Field(default=None, ge=1)
-    """Steps after which the weights are also written as a Hugging Face directory."""
+    """Steps after which, and at the end, the weights are also written as a Hugging Face directory, in ``hf`` of ``save``."""
     no_save_optim: bool = False
     no_save_rng: bool = False
     log_interval: int = Field(default=1, ge=1)
-    val_interval: int | None = Field(default=None, ge=1)
+    val_interval: int = Field(default=0, ge=0)
+    """Steps after which validation data are read; 0: never."""
     val_iters: int | None = Field(default=None, ge=1)
     """Global batches of a validation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
     manual_gc_interval: int = Field(default=0, ge=0)
     metrics_file: LocalPath | None = None
-    plugin: list[str] = []
+    plugin: Annotated[list[Plugin], BeforeValidator(_listed)] = []
     """Python files, folders, or dotted names of packages, imported first; they register models and datasets."""
 
     @model_validator(mode="after")
@@ -205,13 +243,27 @@ class Fsdp2Training(Section):
             raise ValueError(f"train_iters {self.train_iters} and train_epochs {self.train_epochs}: give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _choices_fit(self) -> Fsdp2Training:
+        for name, value in (("lr_min", self.lr_min), ("lr_start", self.lr_start)):
+            if value > self.lr:
+                raise ValueError(f"{name} {value:g} is larger than lr {self.lr:g}; lower it")
+        if self.val_iters is not None and not self.val_interval:
+            raise ValueError(f"val_iters {self.val_iters} does nothing without val_interval; give both, or neither")
+        for name, given in (("save_interval", self.save_interval), ("save_hf_interval", self.save_hf_interval)):
+            if given is not None and self.save is None:
+                raise ValueError(f"{name} {given} needs save, the folder to write to")
+        if self.load is not None and self.random_init:
+            raise ValueError(f"random_init is true, but load names weights ({self.load}); remove one of them")
+        return self
+
 
 class Fsdp2Config(Section):
     """A whole run file of this backend."""
 
     backend: Literal["fsdp2"] = "fsdp2"
     parallel: Fsdp2Parallel = Fsdp2Parallel()
-    data: DataConfig
+    data: Fsdp2Data
     model: Fsdp2Model
     features: Fsdp2Features = Fsdp2Features()
     training: Fsdp2Training

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tangram.config.fsdp2 import Fsdp2Config, Fsdp2Training
+from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import parse_section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.config.sources import model_from_hf, read_hf_config
 from tangram.errors import ConfigError
 from tangram.families import has_family
+
+SEQ_LENGTH = 1024
+"""Longest sample where neither ``seq_length`` nor ``cutoff_len`` is given."""
 
 
 def run_of(config: Fsdp2Config, where: str) -> RunConfig:
@@ -25,7 +28,7 @@ def run_of(config: Fsdp2Config, where: str) -> RunConfig:
         "parallel": _parallel(config),
         "model": _model(config),
         "data": config.data,
-        "training": _training(config.training, config.features.loss_cfg.loss_type, config.parallel.fsdp_plan.param_dtype or "fp32"),
+        "training": training_of(config),
         "tools": config.tools,
         "fsdp2": config,
     }
@@ -42,25 +45,29 @@ def _model(config: Fsdp2Config) -> ModelSource:
     load = config.training.load
     if load is None and not config.training.random_init and any(Path(directory).glob("*.safetensors")):
         load = directory
-    if config.training.load is not None and config.training.random_init:
-        raise ConfigError(f"training.random_init is true, but training.load names weights ({load}); remove one of them")
+    if not Path(directory).is_dir():
+        raise ConfigError(f"model.model_name_or_path {directory}: no such folder; give the model's Hugging Face directory (nothing is downloaded)")
     described: ModelConfig | None = None
     if has_family(str(read_hf_config(directory)["model_type"])):
         described = model_from_hf(directory)
-    return ModelSource(config=described, hf_dir=directory, load=load, cast_weights=True)
+    return ModelSource(config=described, hf_dir=directory, load=load, load_format=config.training.load_format, cast_weights=True)
 
 
-def _training(own: Fsdp2Training, loss_type: str, dtype: str) -> TrainingConfig:
-    if own.train_iters is None:
-        raise ConfigError("training.train_epochs is not supported yet; give train_iters")
-    iterations = own.train_iters
+def training_of(config: Fsdp2Config, iterations: int | None = None) -> TrainingConfig:
+    """The loop's part.
+
+    Args:
+        iterations: steps of ``train_epochs`` passes, once they have been counted; until then 1 stands for them.
+    """
+    own, data = config.training, config.data.dataset_param.basic_parameters
+    iterations = own.train_iters or iterations or 1
     return TrainingConfig(
         micro_batch_size=own.micro_batch_size,
         gradient_accumulation_steps=own.gradient_accumulation_steps,
-        seq_length=own.seq_length,
+        seq_length=own.seq_length or data.cutoff_len or SEQ_LENGTH,
         train_iters=iterations,
         seed=own.seed,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=config.parallel.fsdp_plan.param_dtype or "fp32",
         lr=own.lr,
         min_lr=own.lr_min,
         lr_warmup_init=own.lr_start,
@@ -72,18 +79,22 @@ def _training(own: Fsdp2Training, loss_type: str, dtype: str) -> TrainingConfig:
         adam_beta2=own.adam_beta2,
         adam_eps=own.adam_eps,
         clip_grad=own.clip_grad,
-        loss_type=loss_type,  # type: ignore[arg-type]
+        loss_type=config.features.loss_cfg.loss_type,
         log_interval=own.log_interval,
-        eval_interval=own.val_interval,
-        eval_iters=own.val_iters or 0,
+        eval_interval=own.val_interval or None,
+        eval_iters=own.val_iters if own.val_interval else 0,
         exit_interval=own.exit_interval,
         save=own.save,
         save_interval=own.save_interval,
+        save_format=own.save_format,
+        save_async=own.save_async,
+        save_total_limit=own.save_total_limit,
+        save_hf_interval=own.save_hf_interval,
         no_save_optim=own.no_save_optim,
         no_save_rng=own.no_save_rng,
         no_load_optim=own.no_load_optim,
         no_load_rng=own.no_load_rng,
-        num_workers=0,
+        num_workers=config.data.dataloader_param.num_workers,
         metrics_file=own.metrics_file,
         deterministic=own.use_deter_comp,
     )

@@ -129,7 +129,7 @@ def _describe(section: type[BaseModel], error: ValidationError, where: str, name
         return f"{where}: unknown key {key!r}{hint}; remove it or correct its name{more}"
     if first["type"] == "missing":
         return f"{where}: {names.get(key, key)} is missing; add it{more}"
-    message = first["msg"].removeprefix("Value error, ")
+    message = "expected a mapping of keys to values" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
     value = "" if first["type"] == "value_error" else f", got {first['input']!r}"
     choices = re.findall(r"'([^']*)'", first["ctx"]["expected"]) if first["type"] == "literal_error" else []
     hint = suggest(str(first["input"]), choices)

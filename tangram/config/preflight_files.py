@@ -18,21 +18,21 @@ def weights(subject: Subject) -> str:
     source = subject.run.model
     if source.load is None:
         return "random, from the seed"
-    kind = kind_of_weights(source.load, "load")
+    kind = kind_of_weights(source.load, "load", source.load_format)
     if kind == "Hugging Face directory":
         if not Path(source.load, "config.json").is_file():
             raise CheckpointError(f"load {source.load}: it has *.safetensors but no config.json; copy the model's config.json there")
-        _check_shards(Path(source.load))
+        check_shards(Path(source.load))
     elif kind == "LoRA adapter":
         raise CheckpointError(f"load {source.load}: a LoRA adapter, which is no model; merge it into its base first (mm-convert ... lora_merge)")
     elif kind == "mp_rank directory":
         _check_mp_rank(subject, Path(source.load))
     else:
-        _check_training_checkpoint(subject, Path(source.load))
+        check_training_checkpoint(subject, Path(source.load))
     return f"{kind} {source.load}"
 
 
-def _check_shards(folder: Path) -> None:
+def check_shards(folder: Path) -> None:
     """Every file that the index names must be there, and as long as its own header says.
 
     Raises:
@@ -69,7 +69,13 @@ def _check_mp_rank(subject: Subject, folder: Path) -> None:
         check_manifest(manifest, subject.topology, subject.model, str(folder), subject.run.padded_vocab)
 
 
-def _check_training_checkpoint(subject: Subject, folder: Path) -> None:
+def check_training_checkpoint(subject: Subject, folder: Path) -> None:
+    """Hold what a training checkpoint says of its model against the run's.
+
+    Raises:
+        CheckpointError: it is incomplete, or of another family.
+        ConfigError: of another model.
+    """
     from tangram.checkpoints.dcp_manifest import find_checkpoint, read_manifest
 
     found = find_checkpoint(folder)

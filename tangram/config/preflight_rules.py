@@ -54,7 +54,7 @@ class Subject:
         training = self.run.training
         if training.global_batch_size is not None:
             return training.global_batch_size
-        return None if self.data_parallel is None else training.micro_batch_size * self.data_parallel
+        return None if self.data_parallel is None else training.micro_batch_size * self.data_parallel * training.gradient_accumulation_steps
 
 
 Rule = Callable[[Subject], str]

@@ -1,9 +1,10 @@
 """Keys of MindSpeed-MM's public model.json, data.json and tools.json that are no fields here.
 
-Three kinds, so that a public file ports with few edits and nothing in it is passed over in silence:
+Four kinds, so that a public file ports with few edits and nothing in it is passed over in silence:
 
 - a key that only repeats another value is accepted if it agrees with it (``Repeats``),
 - a key that may switch something on that is not there is accepted while it leaves it off (``Only``),
+- a section of something that is not there is accepted while it is switched off (``OffBy``),
 - a key without effect is an error that says why (``NoEffect``).
 """
 
@@ -50,7 +51,15 @@ class NoEffect:
     why: str
 
 
-Entry = Repeats | Only | NoEffect
+@dataclass(frozen=True)
+class OffBy:
+    """A whole section of something that is not there; taken while its key ``switch`` leaves it off."""
+
+    switch: str
+    why: str
+
+
+Entry = Repeats | Only | NoEffect | OffBy
 Path = tuple[str, ...]
 
 
@@ -232,7 +241,11 @@ def take_public_keys(
     return result
 
 
-def _check(entry: Repeats | Only, part: Raw, value: Any, where: str, facts: RunFacts) -> None:
+def _check(entry: Repeats | Only | OffBy, part: Raw, value: Any, where: str, facts: RunFacts) -> None:
+    if isinstance(entry, OffBy):
+        if value is not None and (not isinstance(value, dict) or value.get(entry.switch)):
+            raise ConfigError(f"{where} cannot be had here: {entry.why}; remove it")
+        return
     if isinstance(entry, Only):
         if not any(value == v and type(value) is type(v) for v in entry.values):
             allowed = " or ".join(_json(v) for v in entry.values)
@@ -265,6 +278,8 @@ def keys_markdown() -> str:
                         taken, because = "if it agrees", f"it repeats {entry.of}"
                     case Only():
                         taken, because = f"as {' or '.join(_json(value) for value in entry.values)}", entry.why
+                    case OffBy():
+                        taken, because = f"while its `{entry.switch}` is off", entry.why
                     case NoEffect():
                         taken, because = "no: remove it", entry.why
                 lines.append(f"| `{'.'.join((*path, key))}` | {taken} | {because} |")

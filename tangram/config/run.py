@@ -59,10 +59,18 @@ class ModelSource(Section):
     """Hugging Face directory whose config the model was read from or is compared with."""
     load: LocalPath | None = None
     """Weights to start from: a Hugging Face directory, an mp_rank directory or a training checkpoint. None: random, from the seed."""
+    load_format: Literal["auto", "hf", "dcp"] = "auto"
+    """What must lie at ``load``: a Hugging Face directory or a training checkpoint; auto: whatever is found."""
     cast_weights: bool = False
     """Allow the loaded weights' element type to be changed to the run's dtype."""
     plugin: list[LocalPath] = []
     """Python files or folders imported first; they register families and components."""
+
+    @model_validator(mode="after")
+    def _format_of_something(self) -> ModelSource:
+        if self.load is None and self.load_format != "auto":
+            raise ValueError(f"load_format {self.load_format}, but there is nothing to load; give load, or leave load_format out")
+        return self
 
 
 class FeaturesConfig(RecomputeKeys):
@@ -107,12 +115,21 @@ class TrainingConfig(Section):
     log_tps: bool = False
     """Write tokens per sample to the log line."""
     eval_interval: int | None = Field(default=None, ge=1)
-    eval_iters: int = Field(default=0, ge=0)
+    eval_iters: int | None = Field(default=0, ge=0)
+    """Global batches of an evaluation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
     """Save and stop at the first step that is a multiple of this."""
     save: LocalPath | None = None
     """Folder of checkpoints; None: nothing is saved."""
     save_interval: int | None = Field(default=None, ge=1)
+    save_format: Literal["dcp", "hf"] = "dcp"
+    """hf: Hugging Face directories in ``hf`` of ``save`` in place of training checkpoints; no run can be resumed from them."""
+    save_async: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory: once more the bytes of a rank's weights and optimizer state."""
+    save_total_limit: int | None = Field(default=None, ge=1)
+    """Checkpoints of this run that are kept, the newest; None: all."""
+    save_hf_interval: int | None = Field(default=None, ge=1)
+    """Steps after which, and at the end, the weights are also written as a Hugging Face directory, in ``hf`` of ``save``."""
     no_save_optim: bool = False
     no_save_rng: bool = False
     no_load_optim: bool = False
@@ -138,9 +155,23 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"eval_interval {self.eval_interval} and eval_iters {self.eval_iters} belong together: give both to evaluate, neither to leave it out"
             )
-        if self.save_interval is not None and self.save is None:
-            raise ValueError(f"save_interval {self.save_interval} needs save, the folder to write to")
+        for key in ("save_interval", "save_total_limit", "save_hf_interval"):
+            if getattr(self, key) is not None and self.save is None:
+                raise ValueError(f"{key} {getattr(self, key)} needs save, the folder to write to")
+        if self.save_async and self.save is None:
+            raise ValueError("save_async needs save, the folder to write to")
+        if self.save_format == "hf":
+            self._only_directories()
         return self
+
+    def _only_directories(self) -> None:
+        for key, why in (
+            ("save_async", "Hugging Face directories are written while training waits"),
+            ("save_total_limit", "it counts training checkpoints, and none is written"),
+            ("save_hf_interval", "save_interval says when they are written"),
+        ):
+            if getattr(self, key):
+                raise ValueError(f"save_format hf and {key} {getattr(self, key)}: {why}; remove {key}, or write save_format dcp")
 
 
 class RunConfig(Section):

@@ -15,20 +15,24 @@ Relative paths, those inside the files named here too, start from the folder of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tangram.config.fsdp2 import Fsdp2Config
+from tangram.config.fsdp2 import Fsdp2Config, Fsdp2Data
+from tangram.config.fsdp2_keys import FSDP2, FSDP2_DATA, check_places, check_values, take_aliases
 from tangram.config.fsdp2_run import run_of
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import leaf_keys, merge, parse_section, read_mapping, read_yaml
-from tangram.config.public_keys import RunFacts
+from tangram.config.public_keys import TOOLS, RunFacts, take_public_keys
 from tangram.config.run import RunConfig
 from tangram.config.sources import model_from_hf, parse_data, parse_model, parse_tools
+from tangram.config.tools import ToolsConfig
 from tangram.errors import ConfigError, suggest
+from tangram.families.plugins import load_plugins
 
 SECTIONS = ("parallel", "data", "model", "features", "training", "tools")
 
@@ -47,7 +51,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     raw = read_mapping(path)
     _set_all(raw, overrides)
     if raw.get("backend") == "fsdp2":
-        return run_of(parse_section(Fsdp2Config, raw, where, base=base), where)
+        return _read_fsdp2(raw, where, base)
+    _check_backend(raw, where)
     _check_sections(raw, where)
     sections = {name: _mapping(raw.get(name), f"{where}: {name}") for name in SECTIONS}
     _load_plugins(sections["model"].get("plugin"), base)
@@ -64,6 +69,35 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if "backend" in raw:
         built["backend"] = raw["backend"]
     return parse_section(RunConfig, built, where, base=base)
+
+
+def _read_fsdp2(raw: dict[str, Any], where: str, base: Path) -> RunConfig:
+    content = {name: {} if value is None and name in SECTIONS else value for name, value in raw.items()}
+    for section in ("data", "tools"):
+        if isinstance(content.get(section), dict):
+            content[section] = _with_file(content[section], f"{where}: {section}", base)[0]
+    check_values(content, where)
+    if isinstance(content.get("data"), dict):
+        content["data"] = take_public_keys(Fsdp2Data, take_aliases(content["data"], f"{where}: data"), FSDP2_DATA, f"{where}: data")
+    if isinstance(content.get("tools"), dict):
+        content["tools"] = take_public_keys(ToolsConfig, content["tools"], TOOLS, f"{where}: tools")
+    content = take_public_keys(Fsdp2Config, content, FSDP2, where)
+    check_places(content, where)
+    config = parse_section(Fsdp2Config, content, where, base=base)
+    load_plugins(config.training.plugin)
+    return run_of(config, where)
+
+
+def _check_backend(raw: dict[str, Any], where: str) -> None:
+    """Refuse unknown backends, and none where the file is plainly of the fsdp2 backend: MindSpeed-MM's files name none."""
+    known = ("megatron", "fsdp2")
+    if (given := raw.get("backend", known[0])) not in known:
+        raise ConfigError(f"{where}: backend: Input should be 'megatron' or 'fsdp2', got {given!r}{suggest(str(given), known)}")
+    parallel, model = raw.get("parallel"), raw.get("model")
+    signs = [(parallel, "parallel", "fsdp_plan"), (parallel, "parallel", "fully_shard_parallel_size"), (model, "model", "model_name_or_path")]
+    for section, name, key in signs:
+        if "backend" not in raw and isinstance(section, dict) and key in section:
+            raise ConfigError(f"{where}: {name}.{key} is of the fsdp2 backend; write backend: fsdp2 at the top of the file")
 
 
 def dump(run: RunConfig) -> str:
@@ -94,7 +128,7 @@ def _set(raw: dict[str, Any], override: str) -> tuple[str, ...]:
     if not equals or not name or override.startswith("-"):
         raise ConfigError(f"override {override!r}: write section.key=value, such as training.lr=1e-5")
     try:
-        value = read_yaml(text)
+        value = _bare_list(text) or read_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"override {override!r}: {error}") from None
     part = raw
@@ -106,6 +140,12 @@ def _set(raw: dict[str, Any], override: str) -> tuple[str, ...]:
             raise ConfigError(f"override {override!r}: {step} holds a value, not keys; correct the name")
     part[name] = value
     return (*path, name)
+
+
+def _bare_list(text: str) -> list[str] | None:
+    """``[a.{*},b]`` as a list of patterns, whose braces YAML would take for mappings; None for any other text."""
+    found = re.fullmatch(r"\[((?:[\w.*?-]|\{(?:\*|\d+-\d+)\}|\s*,\s*)*)\]", text.strip())
+    return re.split(r"\s*,\s*", found[1]) if found is not None and "{" in text else None
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
@@ -140,8 +180,6 @@ def _check_sections(raw: dict[str, Any], where: str) -> None:
 
 def _load_plugins(plugins: Any, base: Path) -> None:
     if plugins:
-        from tangram.families.plugins import load_plugins
-
         load_plugins([Path(base, str(path)) for path in ([plugins] if isinstance(plugins, str) else plugins)])
 
 

@@ -166,9 +166,7 @@ def _fault(log: Path) -> str:
 
 def _compare(hf_final: Path, ckpt: Path, recipe: Recipe) -> list[Check]:
     """The split model, restored from the checkpoint, against transformers on the export."""
-    split = Split(
-        tensor=recipe.tensor, pipeline=recipe.pipeline, vit_pp_layers=list(recipe.vit_pp_layers), llm_pp_layers=list(recipe.llm_pp_layers)
-    )
+    split = Split(tensor=recipe.tensor, pipeline=recipe.pipeline, vit_pp_layers=list(recipe.vit_pp_layers), llm_pp_layers=list(recipe.llm_pp_layers))
     (outcome,) = align(hf_final, [split], checkpoint=ckpt)
     return [_logits_check(outcome), _gradients_check(outcome)]
 

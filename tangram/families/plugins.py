@@ -1,9 +1,12 @@
-"""Import Python files and folders of the user's own; importing one registers families and components."""
+"""Import Python files, folders and packages of the user's own; importing one registers families, components, models and datasets."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
+import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Iterable
@@ -13,15 +16,44 @@ from tangram.errors import ConfigError
 
 
 def load_plugins(paths: Iterable[str | Path]) -> None:
-    """Import each of ``paths``, a .py file or a folder with ``__init__.py``; one that was imported before is left alone.
+    """Import each of ``paths``; one that was imported before is left alone.
 
-    A folder is a package: its files import each other relatively.
+    A plug-in is a .py file, a folder with ``__init__.py``, or, where there is no such file, the name of a package that Python finds
+    (``a.b`` or ``a/b``), of which all modules are imported. A folder is a package: its files import each other relatively.
 
     Raises:
         ConfigError: a path is missing or no plug-in, or its import fails; with the path, the line and the reason.
     """
     for path in paths:
-        _load(Path(path))
+        if isinstance(path, str) and not Path(path).exists() and re.fullmatch(r"[A-Za-z_]\w*([./][A-Za-z_]\w*)*", path) and not path.endswith(".py"):
+            _load_package(path)
+        else:
+            _load(Path(path))
+
+
+def _load_package(text: str) -> None:
+    name = text.replace("/", ".")
+    try:
+        module = importlib.import_module(name)
+        for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}.", onerror=_raise_on):
+            importlib.import_module(found.name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"plug-in {text}: no such file or folder, nor a package that Python finds; correct it, or set PYTHONPATH") from None
+        raise ConfigError(f"plug-in {text}: {_place(error, _root(name))}{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _raise_on(name: str) -> None:
+    """For ``walk_packages``, which is about to pass over a package whose import failed."""
+    error = sys.exception()
+    assert error is not None
+    raise error
+
+
+def _root(name: str) -> Path:
+    """Folder of the outermost package."""
+    spec = importlib.util.find_spec(name.partition(".")[0])
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
 
 
 def _load(path: Path) -> None:

@@ -258,9 +258,7 @@ def _random(name: str, shape: tuple[int, ...], seed: int, weight_std: float | No
     return 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
 
 
-def _image_processor(
-    vision: Mapping[str, Any], processor_class: str, spec: TinySpec, pixels: tuple[list[float], list[float]]
-) -> dict[str, Any]:
+def _image_processor(vision: Mapping[str, Any], processor_class: str, spec: TinySpec, pixels: tuple[list[float], list[float]]) -> dict[str, Any]:
     """Content of preprocessor_config.json in the form that the hub's files of Qwen2-VL have."""
     return {
         "min_pixels": 4 * (vision["patch_size"] * vision["spatial_merge_size"]) ** 2,

@@ -20,7 +20,8 @@ class Block:
     """A rectangle of a local parameter and the rectangle of a canonical tensor that it equals.
 
     ``canonical`` None is padding: zeros on load, dropped on export, no gradient. ``stacked``: the canonical rectangle is
-    ``[1, in, out]`` of a stack of experts and equals the local ``[out, in]`` transposed; else both have ``shape``.
+    ``[e, in, out]`` of a stack of experts and equals the local ``[e, out, in]`` with its last two axes turned; a local rectangle
+    ``[out, in]`` is one expert's. Else both have ``shape``.
     """
 
     local: str
@@ -34,7 +35,7 @@ class Block:
     @property
     def canonical_shape(self) -> Shape:
         """Of the canonical rectangle."""
-        return (1, self.shape[1], self.shape[0]) if self.stacked else self.shape
+        return self._turned(self.shape, 1) if self.stacked else self.shape
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
@@ -56,17 +57,27 @@ class Block:
         """
         offset = tuple(a - b for a, b in zip(start, self.local_start, strict=True))
         if self.stacked:
-            offset = (0, offset[1], offset[0])
+            offset = self._turned(offset, 0)
         moved = tuple(a + b for a, b in zip(self.canonical_start, offset, strict=True))
         return replace(self, local_start=start, canonical_start=moved, shape=shape)
 
     def to_local(self, canonical: Tensor) -> Tensor:
         """The canonical rectangle's values as the local one has them, a view."""
-        return canonical[0].T if self.stacked else canonical
+        if not self.stacked:
+            return canonical
+        return canonical.mT if len(self.shape) == 3 else canonical[0].T
 
     def to_canonical(self, local: Tensor) -> Tensor:
         """The local rectangle's values as the canonical one has them, a view."""
-        return local.T[None] if self.stacked else local
+        if not self.stacked:
+            return local
+        return local.mT if len(self.shape) == 3 else local.T[None]
+
+    @staticmethod
+    def _turned(local: Shape, expert: int) -> Shape:
+        """A shape or an offset of the local rectangle as the canonical one has it; ``expert`` is what a single expert has on the first axis."""
+        *stack, out, inside = local
+        return (*(stack or [expert]), inside, out)
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,7 @@ class PackedQKV:
         per_rank = even_share(self.heads, tp_size, "number of attention heads")
         third = rows[0] // 3
         width = third // self.heads
-        return [
-            Run(0, part * third + head * width, width)
-            for head in range(tp_rank * per_rank, (tp_rank + 1) * per_rank)
-            for part in range(3)
-        ]
+        return [Run(0, part * third + head * width, width) for head in range(tp_rank * per_rank, (tp_rank + 1) * per_rank) for part in range(3)]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ from rich.progress import Progress as ProgressBar
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, RunnableEngine
 from tangram.checkpoints.dcp_manifest import RunFacts
+from tangram.checkpoints.hf_saves import HFSaves
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.config.fsdp2_run import training_of
+from tangram.config.fsdp2_sizes import sizes
 from tangram.config.hf_compare import description
 from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
@@ -27,6 +30,8 @@ from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
+from tangram.data.epochs import steps_of_epochs
+from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
@@ -72,6 +77,7 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     set_up_logging(rank)
     check_run(run, world_size).raise_errors()
+    run = _with_counted_epochs(run, world_size)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
     context = Context(run, args or argparse.Namespace(), current().device(int(os.environ.get("LOCAL_RANK", "0"))), DTYPES[run.training.dtype])
@@ -89,6 +95,17 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
         raise
     finally:
         set_context(None)
+
+
+def _with_counted_epochs(run: RunConfig, world_size: int) -> RunConfig:
+    """The run with the number of its steps, where the run file gives epochs."""
+    epochs = run.fsdp2.training.train_epochs if run.fsdp2 is not None else None
+    if run.fsdp2 is None or epochs is None:
+        return run
+    replicate, shard, _ = sizes(run.fsdp2.parallel, world_size)
+    iterations = steps_of_epochs(run, epochs, replicate * shard)
+    LOGGER.info("%d epochs are %d steps", epochs, iterations)
+    return run.model_copy(update={"training": training_of(run.fsdp2, iterations)})
 
 
 def build_engine(run: RunConfig, callbacks: Callbacks | None = None) -> RunnableEngine:
@@ -116,7 +133,7 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: D
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data
     _clear_the_way(run, progress)
-    train_data, valid_data = datasets([training.train_iters * batch, training.eval_iters * batch, 0])[:2]
+    train_data, valid_data = datasets([training.train_iters * batch, (training.eval_iters or 0) * batch, 0])[:2]
     count = batch // (training.micro_batch_size * copies)
     valid = None if valid_data is None else lambda: steps_of(valid_data() if callable(valid_data) else valid_data, count)
     return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress)
@@ -144,9 +161,18 @@ def _loop(
     training, rank = run.training, dist.get_rank()
     folder = Path(training.save) if training.save else None
     known = {"model": description(run.described)}
+    export = _hf_saves(engine, manager, run) if folder is not None and (training.save_hf_interval or training.save_format == "hf") else None
     if folder is not None and rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.yaml").write_text(dump(run), encoding="utf-8")
+
+    def save(at: Progress) -> None:
+        assert folder is not None
+        if training.save_format == "hf" and export is not None:
+            export.save(folder, at.step)
+        else:
+            manager.save(folder, at.step, at.consumed_samples, {**_counts(at), **known})
+
     with StepProfiler(run.tools, rank, completed=progress.step) as profiler:
         reporter = _Reporter(run, progress.step) if rank == dist.get_world_size() - 1 else None
         loop = Loop(
@@ -154,19 +180,42 @@ def _loop(
             training=training,
             global_batch_size=batch,
             steps=steps,
-            save=(lambda at: manager.save(folder, at.step, at.consumed_samples, {**_counts(at), **known})) if folder is not None else None,
+            save=save if folder is not None else None,
             valid_steps=valid,
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
             profiler=profiler,
             after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
+            background=manager,
+            export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,
             skips_samples=run.data.dataset_param.basic_parameters.bad_samples == "skip",
         )
         try:
             return loop.run()
+        except Exception:
+            if dist.get_world_size() == 1:
+                # Others' failures end with their connections; alone, what is being written is let finish before the group goes.
+                manager.settle()
+            raise
         finally:
             if reporter is not None:
                 reporter.close()
+
+
+def _hf_saves(engine: RunnableEngine, manager: CheckpointManager, run: RunConfig) -> HFSaves:
+    """Raises ConfigError where no Hugging Face config is known, before anything is trained."""
+    source = _hf_folder(run)
+    if source is None:
+        raise ConfigError("writing Hugging Face directories (save_hf_interval, save_format hf) needs the model's config.json; give model.hf_dir")
+    if run.training.save_format == "hf":
+        LOGGER.warning("save_format hf: weights alone are saved, without optimizer state or data position; this run cannot be resumed")
+    return HFSaves(engine.chunks, engine.canonical_shapes, engine.stored_as, _family(run), manager.facts.hf_config, source)
+
+
+def _hf_folder(run: RunConfig) -> Path | None:
+    """The directory whose config.json describes the model."""
+    source = run.model.hf_dir or run.model.load
+    return Path(source) if source is not None and Path(source, "config.json").is_file() else None
 
 
 def _counts(progress: Progress) -> dict[str, int]:
@@ -237,17 +286,17 @@ def _family(run: RunConfig) -> Family:
 
 
 def _manager(engine: RunnableEngine, run: RunConfig, batch: int) -> CheckpointManager:
-    source = run.model.hf_dir or run.model.load
-    has_config = source is not None and Path(source, "config.json").is_file()
+    source = _hf_folder(run)
     facts = RunFacts(
         family=_family(run).name,
         topology=engine.topology,
         data_parallel=engine.data_parallel_size,
-        hf_config=read_hf_config(source) if has_config and source is not None else {},
+        hf_config=read_hf_config(source) if source is not None else {},
         tokenizer_hash=tokenizer_hash(run),
         dataset_fingerprint=from_first_rank(lambda: dataset_fingerprint(run, batch)),
         seed=run.training.seed,
         schedule=LearningRate(run.training).facts(),
+        axes=engine.axes,
     )
     training = run.training
     return CheckpointManager(
@@ -256,8 +305,11 @@ def _manager(engine: RunnableEngine, run: RunConfig, batch: int) -> CheckpointMa
         engine.canonical_shapes,
         engine.optimizer_state(),
         engine.generators(),
+        stored_as=engine.stored_as,
         no_save_optim=training.no_save_optim,
         no_save_rng=training.no_save_rng,
         no_load_optim=training.no_load_optim,
         no_load_rng=training.no_load_rng,
+        save_async=training.save_async,
+        save_total_limit=training.save_total_limit,
     )

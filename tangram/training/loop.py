@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,20 @@ Save = Callable[[Progress], object]
 """Writes a checkpoint; all ranks call it together."""
 
 
+class SavesInBackground(Protocol):
+    """Where a checkpoint may still be being written when ``Save`` has returned."""
+
+    def failed(self) -> bool:
+        """Whether that has failed on this rank, so that ``wait`` will raise."""
+
+    def wait(self) -> None:
+        """Until it is written; all ranks call it together.
+
+        Raises:
+            CheckpointError: it was not, on every rank.
+        """
+
+
 @dataclass
 class Outputs:
     """Where records go; only the rank that reports has any."""
@@ -90,6 +105,8 @@ class Loop:
     Args:
         valid_steps: gives a fresh pass over the validation data.
         after_first_step: called once, when memory has reached its working size.
+        background: what ``save`` goes on with while the loop does.
+        export: writes weights alone, after each ``save_hf_interval`` steps and after the last.
         skips_samples: samples that cannot be used leave their places empty, so before each step ranks compare which.
     """
 
@@ -103,12 +120,18 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     profiler: StepProfiler | None = None
     after_first_step: Callable[[int], object] | None = None
+    background: SavesInBackground | None = None
+    export: Save | None = None
     skips_samples: bool = False
 
     def run(self) -> Progress:
         """Train; returns where the run stopped.
 
-        SIGTERM ends it after the step at hand, with a checkpoint where there is a folder for one.
+        SIGTERM ends it after the step at hand, with a checkpoint where there is a folder for one. A save that has failed in the background ends
+        it too. However it ends, the last save is on the disk.
+
+        Raises:
+            CheckpointError: a save failed, on every rank.
         """
         training, progress = self.training, self.progress
         rate = LearningRate(training)
@@ -132,11 +155,14 @@ class Loop:
                 self._keep(record)
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
+                self._export()
                 if stop or exits:
                     LOGGER.info("stopping after step %d: %s", progress.step, "SIGTERM" if stop else f"exit_interval {training.exit_interval}")
                     break
             else:
                 self._save(saved)
+            if self.background is not None:
+                self.background.wait()
         if progress.skipped_samples:
             LOGGER.info("skipped=%d: so many places were left empty, for their samples cannot be used", progress.skipped_samples)
         return progress
@@ -156,7 +182,7 @@ class Loop:
             self._refuse_empty(micro_batches)
         scale = self.engine.loss_scale
         result = self.engine.step(lr)
-        totals = self._agree(micro_batches, request.asked)
+        totals = self._agree(micro_batches, request.asked or (self.background is not None and self.background.failed()))
         self.progress.step += 1
         self.progress.skipped += result.skipped
         self.progress.skipped_samples += totals.skipped_samples
@@ -247,7 +273,7 @@ class Loop:
             self.outputs.advance(record)
 
     def _validate(self) -> float:
-        """Loss over ``eval_iters`` global batches of the validation data, or all of it if it is shorter; one batch is held at a time."""
+        """Loss over ``eval_iters`` global batches of the validation data, or all of it if that is None or more; one batch is held at a time."""
         if self.valid_steps is None:
             raise DataError(f"eval_interval {self.training.eval_interval} needs validation data, and there is none; give it, or remove eval_interval")
         total, weight, tokens = 0.0, 0.0, 0
@@ -265,6 +291,11 @@ class Loop:
 
     def _due(self, step: int) -> bool:
         return self.training.save_interval is not None and step % self.training.save_interval == 0
+
+    def _export(self) -> None:
+        training, step = self.training, self.progress.step
+        if self.export is not None and training.save_hf_interval and (step % training.save_hf_interval == 0 or step == training.train_iters):
+            self.export(self.progress)
 
     def _save(self, saved: int) -> int:
         """Save unless this very step has been saved; returns the step of the newest checkpoint."""

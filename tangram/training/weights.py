@@ -35,7 +35,7 @@ def put_weights(engine: RunnableEngine, manager: CheckpointManager) -> Progress:
         engine.random_weights(run.training.seed)
         LOGGER.info("weights: random, from seed %d (the same at every split)", run.training.seed)
         return Progress()
-    kind = kind_of_weights(run.model.load, "load")
+    kind = kind_of_weights(run.model.load, "load", run.model.load_format)
     if kind == "training checkpoint":
         resumed = manager.load(run.model.load)
         LOGGER.info("resumed %s at step %d, %d samples consumed", run.model.load, resumed.step, resumed.consumed_samples)

@@ -18,6 +18,7 @@ from tangram.align.launch import WorkerError
 from tangram.align.observation import Observation, read_observation
 from tangram.align.reference import forward_arguments, load_reference, observe, token_loss
 from tangram.align.run import align, open_subject, prepare_batch
+from tangram.align.sharded import Sharded
 from tangram.align.task import Split
 from tangram.checkpoints.convert import convert_hf_to_mm
 from tangram.checkpoints.options import HFOptions, ParallelOptions, ToMMOptions
@@ -36,6 +37,8 @@ SPLITS = {
     "text from the third stage": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 2, 2]),
     "copies": Split(tensor=2, data=2, distributed_optimizer=True),
 }
+RANKS = {str(sharded): sharded for sharded in (Sharded(processes=1), Sharded(processes=2), Sharded(processes=4))}
+"""The other backend."""
 SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
 """A vocabulary that does not divide, so that it is padded."""
 
@@ -144,18 +147,20 @@ def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_twenty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[True], list(SPLITS.values()), steps=20)
-    assert curves.against == REFERENCE and len(curves.deviations) == len(SPLITS)
+def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers_on_either_backend(tmp_path: Path):
+    hf = tmp_path / "hf"
+    get_family("qwen2_5_vl").tiny(hf, 42, True, SMALL)
+    curves = compare_curves(hf, [*SPLITS.values(), *RANKS.values()], steps=30)
+    assert curves.against == REFERENCE and len(curves.deviations) == len(SPLITS) + len(RANKS)
     assert curves.losses[REFERENCE][-1] < 0.97 * curves.losses[REFERENCE][0]
     assert curves.worst <= 1e-6, curves.deviations
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_twenty_steps_from_random_weights_do_not_depend_on_the_split(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[False], list(SPLITS.values()), steps=20, seed=7)
-    assert len(curves.deviations) == len(SPLITS) - 1
+def test_twenty_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
+    curves = compare_curves(tiny[False], [*SPLITS.values(), *RANKS.values()], steps=20, seed=7)
+    assert len(curves.deviations) == len(SPLITS) + len(RANKS) - 1
     assert curves.worst <= 1e-6, curves.deviations
 
 

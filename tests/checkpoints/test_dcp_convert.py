@@ -65,7 +65,7 @@ def test_mm_to_dcp_holds_the_same_as_hf_to_dcp(kit, tmp_path):
 class Adam:
     """An optimizer that has not stepped."""
 
-    def parameters(self):
+    def parameters(self, *, loading=False):
         return []
 
     def synchronize(self):

@@ -56,7 +56,7 @@ def test_numbers_that_no_run_can_use(files: Files, setting: str) -> None:
         ("lr: 1.0e-3", "lr: 1.0e-3, plugin: [a.py]", "training.plugin: 'plugin' belongs under model: write model.plugin"),
         ("backend: megatron", "backend: megatron\nseed: 1", "'seed' belongs under training: write training.seed"),
         ("backend: megatron", "backend: megatron\nfeature: {}", "unknown section 'feature' (did you mean 'features'?)"),
-        ("backend: megatron", "backend: fsdp", "backend: Input should be 'megatron', got 'fsdp'"),
+        ("backend: megatron", "backend: fsdp", "backend: Input should be 'megatron' or 'fsdp2', got 'fsdp' (did you mean 'fsdp2'?)"),
         (
             "backend: megatron",
             "parallel: {context_parallel_size: 2}",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
@@ -18,8 +21,9 @@ from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
-from tangram.backends.fsdp2.placement import local_start, local_value, place_shards, whole_shapes
+from tangram.backends.fsdp2.placement import local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import shard
+from tangram.backends.fsdp2.ulysses import share_of, share_tokens
 from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
@@ -51,12 +55,15 @@ class Fsdp2Engine:
         self.data_parallel_rank, self.data_parallel_size = self.meshes.data_parallel_rank, self.meshes.data_parallel_size
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
+        self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
         self.module = ModelHub.build(self.settings)
         prepare(self.module, self.settings.features)
+        if self.meshes.ulysses is not None:
+            share_tokens(self.module, self.meshes.ulysses)
         self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
         self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
-        self.canonical_shapes = whole_shapes(self.module)
+        self.canonical_shapes = whole_shapes(self.module, run.model.config)
         placement = place_shards(self.module, self.topology, run.model.config)
         self.chunks: list[LocalChunk] = [
             (self.topology.order[0], placement, {name: local_value(self.parameters[name]) for name in placement.tensors})  # type: ignore[misc]
@@ -100,21 +107,39 @@ class Fsdp2Engine:
         self.sharded.free()
         return result
 
+    @torch.no_grad()
+    def logits(self, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Logits of each micro-batch, ``[b, s, V]``, without a loss; dropout is off. All ranks go through all of theirs."""
+        self.module.eval()
+        for batch, lacking in zip(micro_batches, self._lacking_passes(micro_batches), strict=True):
+            self.vision.lack(lacking)
+            yield self.module(**forward_arguments(self.module, batch, self.meshes.device)).logits
+        self.sharded.free()
+
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
-        learnt = [Supervised.of(batch, self.run.training.loss_type, self.meshes.device) for batch in micro_batches]
+        learnt = [self._supervised(batch) for batch in micro_batches]
         denominator, tokens = self._totals(learnt)
         lacking = self._lacking_passes(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.meshes.device)
+        routers = self.settings.features.loss_cfg.router_aux_loss_coef / (len(micro_batches) * self.data_parallel_size) if backward else 0.0
         for at, (batch, one) in enumerate(zip(micro_batches, learnt, strict=True)):
             self.vision.lack(lacking[at])
             if backward:
                 self.sharded.begin(last=at == len(micro_batches) - 1)
-            loss = self._loss_of(batch, one.scaled(1 / max(denominator, 1)))
+            loss = self._loss_of(batch, one.scaled(1 / max(denominator, 1)), routers)
             if backward:
                 loss.backward()
             total += loss.detach()
         dist.all_reduce(total, group=self._data_group)
         return ForwardResult(loss=float(total), weight=denominator, tokens=tokens)
+
+    def _supervised(self, batch: Batch) -> Supervised:
+        """The learnt positions whose logits this rank computes."""
+        whole = Supervised.of(batch, self.run.training.loss_type, self.meshes.device)
+        if self.meshes.ulysses is None:
+            return whole
+        share = share_of(batch["labels"].shape[1], self.meshes.ulysses)
+        return whole.columns_of(share.start, share.size, counts=share.rank == 0)
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:
@@ -147,16 +172,29 @@ class Fsdp2Engine:
             most[-1] = max(1, most[-1])
         return [wanted - made for wanted, made in zip(most, own.tolist(), strict=True)]
 
-    def _loss_of(self, batch: Batch, learnt: Supervised) -> Tensor:
-        """What a micro-batch adds to the loss of the global batch."""
+    def _loss_of(self, batch: Batch, learnt: Supervised, routers: float) -> Tensor:
+        """What a micro-batch adds to the loss of the global batch.
+
+        Args:
+            routers: what the auxiliary loss of its routers counts; 0: nothing, as in an evaluation.
+        """
         model: Any = self.module
         arguments = forward_arguments(model, batch, self.meshes.device)
-        if self.run.training.loss_type == "raw":
-            if len(learnt.targets) == 0:
-                return model(**arguments).logits.float().sum() * 0
-            return model(**arguments, labels=batch["labels"].to(self.meshes.device, non_blocking=True)).loss * learnt.share
-        model.loss_function = SupervisedLoss(learnt)
-        return model(**arguments, labels=batch["labels"].to(self.meshes.device, non_blocking=True)).loss
+        labels = batch["labels"].to(self.meshes.device, non_blocking=True)
+        if routers:
+            arguments["output_router_logits"] = True
+        if self.run.training.loss_type != "raw":
+            model.loss_function = SupervisedLoss(learnt)
+            output = model(**arguments, labels=labels)
+            loss = output.loss
+        elif len(learnt.targets):
+            output = model(**arguments, labels=labels)
+            loss = output.loss * learnt.share
+        else:
+            # The model's own loss would be a mean over nothing.
+            output = model(**arguments)
+            loss = output.logits.float().sum() * 0
+        return loss + routers * output.aux_loss if routers else loss
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
@@ -185,15 +223,25 @@ class Fsdp2Engine:
         return self._canonical(found)
 
     def _canonical(self, tensors: Mapping[str, Tensor]) -> Iterator[CanonicalTensor]:
-        for name, tensor in tensors.items():
-            held = local_value(tensor)
-            if held.numel():
-                yield CanonicalTensor(name, local_start(tensor), self.canonical_shapes[name], held)
+        for name, layout in self.chunks[0][1].tensors.items():
+            if name in tensors:
+                (block,) = layout.blocks
+                yield CanonicalTensor(name, block.canonical_start, self.canonical_shapes[name], block.to_canonical(local_value(tensors[name])))
 
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""
         held = self.chunks[0][2]
-        return ShardOptimizerState(self.optimizer.torch, {name: shard for name, shard in self.optimizer.shards.items() if name in held})
+        shards = {name: shard for name, shard in self.optimizer.shards.items() if name in held}
+        return ShardOptimizerState(self.optimizer.torch, shards, masters={name for name in shards if self.stored_as[name] != torch.float32})
+
+    @cached_property
+    def stored_as(self) -> Mapping[str, torch.dtype]:
+        """What is computed in ``param_dtype`` is stored so, its fp32 values as masters; ``save_ckpt_dtype`` replaces the type for all."""
+        given, computed = self.settings.training.save_ckpt_dtype, DTYPES[self.run.training.dtype]
+        return {
+            name: DTYPES[given] if given is not None else computed if isinstance(parameter, DTensor) else parameter.dtype
+            for name, parameter in self.parameters.items()
+        }
 
     def generators(self) -> None:
         """There are none besides torch's own."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tangram.backends.engine import Batch
+from tangram.data.pictures import pictures
 from tangram.losses.modes import loss_weights
 
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
@@ -53,6 +54,22 @@ class Supervised:
         """With weights multiplied by ``factor``."""
         return replace(self, weights=self.weights * factor, share=self.share * factor)
 
+    def columns_of(self, start: int, size: int, counts: bool) -> Supervised:
+        """The part whose logits lie in columns ``start`` to ``start + size``, which become 0 to ``size``.
+
+        Args:
+            counts: this part brings the whole denominator; exactly one of the parts must.
+        """
+        ours = (self.columns >= start) & (self.columns < start + size)
+        return replace(
+            self,
+            rows=self.rows[ours],
+            columns=self.columns[ours] - start,
+            targets=self.targets[ours],
+            weights=self.weights[ours],
+            denominator=self.denominator if counts else 0,
+        )
+
 
 def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Arguments of the model's forward; labels are not among them.
@@ -63,6 +80,8 @@ def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> d
     config: Any = model.config
     names = ["input_ids", *(name for name in (*MEDIA, "second_per_grid_ts") if name in batch and name in known)]
     tensors = {name: batch[name].to(device, non_blocking=True) for name in names}
+    if "pixel_values" in tensors and "image_grid_thw" in batch and "image_grid_thw" not in known:
+        tensors["pixel_values"] = pictures(tensors["pixel_values"], batch["image_grid_thw"], config.vision_config.patch_size)
     tensors["position_ids"] = _positions(config, batch).to(device, non_blocking=True)
     if "cu_seqlens_padded" not in batch:
         tensors["attention_mask"] = batch["attention_mask"].to(device, non_blocking=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tangram.config.fsdp2 import Fsdp2Parallel
-from tangram.errors import ConfigError
+from tangram.config.fsdp2_sizes import sizes
 from tangram.platform import current
 
 
@@ -36,30 +36,6 @@ class Meshes:
     def copies(self) -> int:
         """Copies of the weights."""
         return self.world.size(0)
-
-
-def sizes(parallel: Fsdp2Parallel, world_size: int) -> tuple[int, int, int]:
-    """Sizes of the axes dp_replicate, dp_shard and ulysses.
-
-    Raises:
-        ConfigError: they do not fit the number of processes.
-    """
-    ulysses = parallel.ulysses_parallel_size
-    shard = world_size if parallel.fully_shard_parallel_size == "auto" else parallel.fully_shard_parallel_size
-    if world_size % ulysses:
-        raise ConfigError(f"{world_size} processes cannot be divided by parallel.ulysses_parallel_size {ulysses}; start a multiple of it")
-    if shard % ulysses or world_size % shard:
-        raise ConfigError(
-            f"parallel.fully_shard_parallel_size {shard} must divide the {world_size} processes and be a multiple of ulysses_parallel_size "
-            f"{ulysses}; it counts the ranks that share one copy of the weights"
-        )
-    copies = world_size // ulysses
-    if parallel.data_parallel_size is not None and parallel.data_parallel_size != copies:
-        raise ConfigError(
-            f"parallel.data_parallel_size {parallel.data_parallel_size}, but {world_size} processes / ulysses_parallel_size {ulysses} = {copies}; "
-            "correct it, or leave it out"
-        )
-    return world_size // shard, shard // ulysses, ulysses
 
 
 def join(parallel: Fsdp2Parallel) -> Meshes:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tangram.backends.fsdp2.registry import model_register
 from tangram.config.fsdp2 import Fsdp2Config
+from tangram.config.fsdp2_plans import check_paths
 from tangram.config.patterns import match_each
 from tangram.errors import ConfigError
 from tangram.platform import current
@@ -27,26 +28,45 @@ class ModelHub:
         With ``init_model_with_meta_device`` its parameters take no memory yet; buffers are always real, for constructors compute them.
 
         Raises:
-            ConfigError: the directory is no model's, the class is unknown, or a pattern of ``freeze`` matches nothing.
+            ConfigError: the directory is no model's, the class is unknown, or a pattern of any plan matches nothing.
         """
-        from transformers import AutoConfig
-
-        source = config.model
-        try:
-            hf = AutoConfig.from_pretrained(
-                source.model_name_or_path,
-                trust_remote_code=source.trust_remote_code,
-                attn_implementation=source.attn_implementation,
-                local_files_only=True,
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
-        model_class: Any = model_class_of(source.model_id, hf)
-        with _on_meta() if config.training.init_model_with_meta_device else nullcontext():
-            model = model_class._from_config(hf, dtype=torch.float32)
-        freeze(model, source.freeze)
+        model = _built(config, on_meta=config.training.init_model_with_meta_device)
         fuse(model, current().name)
         return model
+
+    @staticmethod
+    def skeleton(config: Fsdp2Config) -> nn.Module:
+        """The same without memory for any parameter: modules, names and shapes.
+
+        Raises:
+            ConfigError: as ``build``.
+        """
+        return _built(config, on_meta=True)
+
+
+def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
+    from transformers import AutoConfig
+
+    source = config.model
+    try:
+        hf = AutoConfig.from_pretrained(
+            source.model_name_or_path,
+            trust_remote_code=source.trust_remote_code,
+            attn_implementation=source.attn_implementation,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
+    _prepare_routers(hf, config.features.loss_cfg.router_aux_loss_coef)
+    model_class: Any = model_class_of(source.model_id, hf)
+    with _on_meta() if on_meta else nullcontext():
+        model = model_class._from_config(hf, dtype=torch.float32)
+    if hasattr(model, "tie_weights"):
+        # On the meta device modules were given parameters of their own.
+        model.tie_weights()
+    check_paths(config, [path for path, _ in model.named_modules() if path])
+    freeze(model, source.freeze)
+    return model
 
 
 def model_class_of(model_id: str | None, hf: Any) -> type:
@@ -63,6 +83,19 @@ def model_class_of(model_id: str | None, hf: Any) -> type:
     if not names or not inspect.isclass(getattr(transformers, names[0], None)):
         raise ConfigError(f"config.json names the architectures {names}, of which transformers has none; give model.model_id and a plug-in")
     return getattr(transformers, names[0])
+
+
+def _prepare_routers(hf: Any, coefficient: float) -> None:
+    """Leave the auxiliary loss of routers to the engine, which knows of how many micro-batches it is the mean.
+
+    Raises:
+        ConfigError: the run file wants it, and the model has no routers.
+    """
+    text = hf.get_text_config()
+    if hasattr(text, "router_aux_loss_coef"):
+        text.router_aux_loss_coef = 0.0
+    elif coefficient > 0:
+        raise ConfigError(f"features.loss_cfg.router_aux_loss_coef {coefficient}: {hf.model_type} has no experts, so no routers; remove it")
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

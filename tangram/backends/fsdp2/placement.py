@@ -1,18 +1,22 @@
 """Where this rank's shards lie in canonical tensors.
 
 ``fully_shard`` cuts a parameter into rows, and the names of a Hugging Face model are canonical, so a shard is one block. With that,
-loading, initialisation, checkpoints and alignment see this backend as they see the other.
+loading, initialisation, checkpoints and alignment see this backend as they see the other. Stacked experts may be held the other way round
+than canonical tensors are; see ``expert_weights``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tangram.backends.fsdp2.expert_weights import check_stack, holds_out_in
+from tangram.checkpoints.expert_stacks import turned
 from tangram.config.model import ModelConfig
 from tangram.families import get_family
 from tangram.placement.blocks import Block, LocalTensor, Placement
@@ -38,28 +42,64 @@ def place_shards(model: nn.Module, topology: Topology, described: ModelConfig | 
     """The placement of this rank's shards. A parameter of which it holds no row is left out.
 
     Args:
-        described: says how fresh weights are drawn; None: they are not.
+        described: says how fresh weights are drawn, and which tensors are stacked experts; None: they are not drawn, and there are none.
+
+    Raises:
+        PlacementError: as ``whole_tensors``.
     """
-    inits = _inits(described)
+    known, whole = _known(described), whole_tensors(model, described)
     tensors: dict[str, LocalTensor] = {}
     for name, parameter in model.named_parameters():
-        held, full = local_value(parameter), tuple(parameter.shape)
+        held, start = local_value(parameter), local_start(parameter)
         if held.numel() == 0:
             continue
-        init, component = inits.get(name, ("normal", "text"))
-        source = Source(name, full)
+        source = whole[name]
+        init, component = (known[name].init, known[name].component) if name in known else ("normal", "text")
         rule = Rule(name, (source,), Replicated(), component, "first", init)
-        block = Block(name, (0,) * held.dim(), name, local_start(parameter), tuple(held.shape))
+        block = Block(name, (0,) * held.dim(), name, turned(start) if source.stacked else start, tuple(held.shape), source.stacked)
         tensors[name] = LocalTensor(name, tuple(held.shape), (block,), rule, (source,))
     return Placement(topology.order[0], 0, tensors)
 
 
-def whole_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Name and shape of every parameter, tied copies left out."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def whole_tensors(model: nn.Module, described: ModelConfig | None) -> dict[str, Source]:
+    """The canonical tensor of every parameter, tied copies left out; ``stacked`` where the model holds it the other way round.
+
+    Raises:
+        PlacementError: a stack of experts is not as its class and its config say.
+    """
+    known = _known(described)
+    found: dict[str, Source] = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if name in known and known[name].stacked_shape is not None:
+            canonical, out_in = known[name].stacked_shape, holds_out_in(model.get_submodule(name.rpartition(".")[0]))
+            check_stack(name, shape, canonical, out_in)
+            found[name] = Source(name, canonical, stacked=out_in)
+        else:
+            found[name] = Source(name, shape)
+    return found
 
 
-def _inits(described: ModelConfig | None) -> Mapping[str, tuple[Init, Component]]:
+def whole_shapes(model: nn.Module, described: ModelConfig | None) -> dict[str, Shape]:
+    """Name and shape of the canonical tensor of every parameter, tied copies left out.
+
+    Raises:
+        PlacementError: as ``whole_tensors``.
+    """
+    return {name: source.shape for name, source in whole_tensors(model, described).items()}
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a family's table says of a canonical tensor."""
+
+    init: Init
+    component: Component
+    stacked_shape: Shape | None
+    """``[experts, in, out]`` of stacked experts; None: it is none."""
+
+
+def _known(described: ModelConfig | None) -> Mapping[str, _Known]:
     if described is None:
         return {}
     table: Sequence[Rule] = get_family(described.model_id).tensor_table(described, described.text_decoder.vocab_size)
@@ -67,7 +107,7 @@ def _inits(described: ModelConfig | None) -> Mapping[str, tuple[Init, Component]
     if described.image_encoder is not None:
         layers["vision"] = described.image_encoder.vision_encoder.num_layers
     return {
-        source.name.format(i=i): (rule.init, rule.component)
+        source.name.format(i=i): _Known(rule.init, rule.component, source.shape if source.stacked else None)
         for rule in table
         for i in range(layers.get(rule.component, 0) if rule.layers is None else len(rule.layers))
         for source in rule.sources

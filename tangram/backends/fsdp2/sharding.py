@@ -142,24 +142,20 @@ def _materialise(model: nn.Module, home: torch.device, device: torch.device) -> 
 
     Weights that modules share stay shared, unlike with ``Module.to_empty``.
     """
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _real(parameter, home if isinstance(parameter, DTensor) else device)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
 
+    def real(tensor: Tensor) -> Tensor:
+        place = home if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
 
-def _real(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if parameter.is_meta:
-        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    if parameter.device != device:
-        parameter.data = parameter.data.to(device)
-    return parameter
+    # _apply, which Module.to is made of, is also where fully_shard takes note of what shards are now.
+    model._apply(real)
+    for first, *others in shared.values():
+        for name in others:
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, model.get_parameter(first))
 
 
 def _prefetch(sharded: ShardedModel, plan: FsdpPlan) -> None:

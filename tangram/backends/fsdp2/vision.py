@@ -55,6 +55,23 @@ class QwenMedia:
         return torch.stack([tensor.float().sum() for tensor in made]).sum()
 
 
+class ClipMedia:
+    """``Media`` of LLaVA: a tower that takes whole pictures of one size, and a projector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        self.model, self.config = model.get_submodule("model"), config.vision_config
+
+    def media_passes(self, batch: Batch) -> int:
+        return int(PASSES[0] in batch)
+
+    def dummy_media(self, device: torch.device) -> Tensor:
+        """A black picture, as far as the projector looks: the tower's last layers may count for nothing in a real pass too."""
+        picture = torch.zeros(1, self.config.num_channels, self.config.image_size, self.config.image_size, device=device)
+        given = self.model.get_image_features(pixel_values=picture)  # type: ignore[operator]
+        return torch.stack([leaf.float().sum() for leaf in tree_leaves(getattr(given, "pooler_output", given)) if isinstance(leaf, Tensor)]).sum()
+
+
 class VisionBalance:
     """Makes the passes that this rank lacks.
 
@@ -105,4 +122,6 @@ def media_of(model: nn.Module) -> Media | None:
         return model
     if getattr(getattr(model, "config", None), "model_type", None) in QWEN_VL:
         return QwenMedia(model)
+    if getattr(getattr(model, "config", None), "model_type", None) == "llava":
+        return ClipMedia(model)
     return None

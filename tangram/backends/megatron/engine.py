@@ -53,6 +53,9 @@ class MegatronEngine:
         table: the family's tensor table; ``canonical_shapes`` the model's tensors and their shapes.
     """
 
+    stored_as = None
+    axes: Mapping[str, int] = {}
+
     def __init__(
         self,
         run: RunConfig,

@@ -45,6 +45,10 @@ class MegatronParameterState:
     def _group(self) -> dict[str, Any]:
         return next(group for group in self.inner.param_groups if any(held is self.updated for held in group["params"]))
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return MOMENTS
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments that exist, and the master where there is one."""
         state = self.inner.state.get(self.updated, {})
@@ -92,8 +96,8 @@ class MegatronOptimizerState:
         self._parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self._names = {parameter: (chunk, name) for chunk, named in enumerate(parameters) for name, parameter in named.items()}
 
-    def parameters(self) -> list[MegatronParameterState]:
-        """Everything that this rank's optimizer updates."""
+    def parameters(self, *, loading: bool = False) -> list[MegatronParameterState]:
+        """Everything that this rank's optimizer updates. The same masters are saved and loaded."""
         return [
             MegatronParameterState(*self._names[parameter], start, parameter, updated, part.optimizer)
             for part in self._parts

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
+
 def freeze_arguments(model: ModelConfig) -> dict[str, bool]:
     """Arguments of the assembled model's ``freeze``."""
     encoder = model.image_encoder

@@ -19,9 +19,7 @@ TEXT_LAYER = "model.language_model.layers.{i}"
 LOCAL_TEXT_LAYER = "text_decoder.decoder.layers.{i}"
 
 
-def linear(
-    local: str, sources: dict[str, int], width: int, layout: Layout, component: Component, *, bias: bool, place: str = "layer"
-) -> list[Rule]:
+def linear(local: str, sources: dict[str, int], width: int, layout: Layout, component: Component, *, bias: bool, place: str = "layer") -> list[Rule]:
     """Rules of a linear: ``sources`` maps each canonical module to its output size; ``width`` is the input size.
 
     The bias of a linear split by rows is split alike; of one split by columns it is replicated.

@@ -1,0 +1,28 @@
+"""What can be said of a run's model before it has weights: its class, and the modules that the plans name. Needs transformers, but no memory."""
+
+from __future__ import annotations
+
+from tangram.backends.fsdp2.model_hub import ModelHub
+from tangram.config.fsdp2_plans import check_paths
+from tangram.config.preflight_rules import Rule, Subject
+from tangram.errors import ConfigError
+
+
+def modules(subject: Subject) -> str:
+    """Build the model without memory and hold every plan against its modules.
+
+    Raises:
+        ConfigError: as ``ModelHub.skeleton``, or nothing is trained.
+    """
+    settings = subject.run.fsdp2
+    assert settings is not None
+    model = ModelHub.skeleton(settings)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not trained:
+        raise ConfigError("model.freeze covers every parameter, so nothing would be trained; leave something out of it")
+    reached = check_paths(settings, [path for path, _ in model.named_modules() if path])
+    return f"{type(model).__name__}, {trained:,} of {total:,} parameters are trained; modules: {reached}"
+
+
+RULES: tuple[tuple[str, Rule], ...] = (("modules", modules),)

@@ -1,0 +1,123 @@
+"""The fsdp2 backend against transformers, by ``tangram align``; its processes are forked from the tests' warm server, not started by torchrun."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tangram.align.run as run_module
+from tangram.align.batch import micro_batches, write_batch
+from tangram.align.observation import read_observation
+from tangram.align.run import Outcome, align, open_subject, prepare_batch
+from tangram.align.sharded import Sharded
+from tangram.align.task import Split, Task, TaskList
+from tangram.cli.main import main
+from tangram.errors import ConfigError
+from tests.fsdp2.ranks import on_ranks
+
+CASES = Path(__file__).with_name("cases_fsdp2.py")
+SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def running(tasks: Sequence[Task], work: Path) -> Iterator[None]:
+        for task in tasks:
+            task.folder.mkdir(parents=True, exist_ok=True)
+        (work / "tasks.json").write_text(TaskList(tasks=list(tasks)).model_dump_json(), encoding="utf-8")
+        yield
+
+    def finish(_: None, tasks: Sequence[Task], work: Path) -> None:
+        on_ranks(TaskList(tasks=list(tasks)).processes, CASES, "work_off", str(work / "tasks.json"))
+
+    monkeypatch.setattr(run_module, "running", running)
+    monkeypatch.setattr(run_module, "finish", finish)
+
+
+def passed(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.report.passed, f"{outcome.split}: {outcome.report.failures}"
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava"])
+def test_rows_of_text_pictures_and_videos_dealt_over_ranks_give_what_transformers_gives(tiny_hf: Callable[..., Path], family: str) -> None:
+    outcomes = align(tiny_hf(family, tied=family == "qwen2_vl", **SMALL), [Sharded(processes=2), Sharded()], micro_batch_size=1)
+    passed(outcomes)
+    names = {row.name for row in outcomes[0].report.rows if row.kind == "gradient"}
+    assert len(names) > 40
+    assert outcomes[0].report.tolerance == 1e-5
+
+
+def test_each_kind_of_batch_alone_and_settings_of_the_run_file(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    """Rows of text, of pictures, of a video and a picture, each a batch file of its own; then other plans, on all rows."""
+    hf = tiny_hf("qwen2_5_vl", **SMALL)
+    subject = open_subject(hf, tmp_path, backends=["fsdp2"])
+    batch, _ = prepare_batch(subject, None)
+    rows = micro_batches(batch, subject.model, 1)
+    for name, row in (("text", rows[1]), ("pictures", rows[2]), ("video", rows[4])):
+        tensors = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
+        (outcome,) = align(hf, [Sharded(processes=2)], batch_file=write_batch(tensors, tmp_path / name))
+        passed([outcome])
+        assert ("pixel_values" in outcome.batch, "pixel_values_videos" in outcome.batch) == {
+            "text": (False, False),
+            "pictures": (True, False),
+            "video": (True, True),
+        }[name]
+    plans = [
+        ["parallel.fsdp_plan.ignored_modules=[model.visual.patch_embed,model.language_model.norm]"],
+        ["parallel.fsdp_plan.apply_modules=[]", "parallel.fsdp_plan.reshard_after_forward=false"],
+        ["model.freeze=[model.visual]"],
+        ["parallel.fully_shard_parallel_size=1"],
+    ]
+    outcomes = align(hf, [Sharded(processes=2, settings=plan) for plan in plans])
+    passed(outcomes)
+    compared = [{row.name for row in outcome.report.rows} for outcome in outcomes]
+    assert {"model.visual.patch_embed.proj.weight"} <= compared[0] - compared[2]
+    assert any("frozen parameters" in note for note in outcomes[2].notes)
+
+
+def test_bf16_stays_near_the_reference_but_is_bf16(tiny_hf: Callable[..., Path]) -> None:
+    """Half a unit in the last place of bf16 is 2^-9 = 2e-3 of a number."""
+    (outcome,) = align(tiny_hf("qwen2_5_vl", **SMALL), [Sharded(processes=2)], dtype="bf16")
+    passed([outcome])
+    assert outcome.report.rows[0].error > 4e-3
+
+
+def test_a_wrong_gradient_fails_the_command_which_writes_what_it_saw(
+    tiny_hf: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, dump, report = tiny_hf("qwen2_5_vl", **SMALL), tmp_path / "seen", tmp_path / "report.json"
+    command = ["align", "--hf", str(hf), "--backend", "fsdp2", "--nproc", "2", "--dump", str(dump), "--json", str(report)]
+    assert main([*command, "--tolerance", "0"]) == 1
+    assert main(command) == 0
+    assert "FSDP2 on 2 ranks" in capsys.readouterr().out
+    found = json.loads(report.read_text())
+    assert found["passed"] and found["backend"] == "fsdp2" and found["split"]["processes"] == 2
+    seen, batch = read_observation(dump), load_file(dump / "batch.safetensors")
+    assert seen.logits.shape == (*batch["input_ids"].shape, 160)
+    assert "model.visual.merger.ln_q.weight" in seen.gradients
+
+
+def test_what_does_not_fit_the_backend_is_refused_in_one_line(tiny_hf: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    hf = str(tiny_hf("qwen2_5_vl", **SMALL))
+
+    def refused(*arguments: str) -> str:
+        assert main(["align", "--hf", hf, *arguments]) != 0
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    assert "--tp, --llm-pp-layers: not of --backend fsdp2" in refused("--backend", "fsdp2", "--tp", "2", "--llm-pp-layers", "[1,1]")
+    assert "--nproc training.seed=1: of --backend fsdp2" in refused("--nproc", "2", "training.seed=1")
+    assert "no loss scaling" in refused("--backend", "fsdp2", "--dtype", "fp16")
+    assert "what says it is --lr" in refused("--backend", "fsdp2", "training.lr=1")
+    assert "parallel.fully_shard_parallel_size 3" in refused("--backend", "fsdp2", "--nproc", "2", "parallel.fully_shard_parallel_size=3")
+    assert "parallel.shards" in refused("--backend", "fsdp2", "parallel.shards=2")
+    with pytest.raises(ConfigError, match="family qwen3_vl: .* the megatron backend does not run it yet; use fsdp2"):
+        align(tiny_hf("qwen3_vl", **SMALL), [Split()])
