@@ -16,7 +16,8 @@ def prepare(model: nn.Module, features: Fsdp2Features) -> None:
     """Apply, from the inside out: recomputation, offload of activations, chunks of micro-batches.
 
     Raises:
-        ConfigError: a feature without modules, a recompute_plan without recompute, patterns as ``match_each``, or two features that do not go together.
+        ConfigError: a feature without modules, a recompute_plan without recompute, patterns as ``match_each``, or two features that do not go
+            together.
     """
     recomputed = _recompute(model, features)
     _offload(model, features, recomputed)
