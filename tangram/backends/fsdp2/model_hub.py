@@ -18,6 +18,8 @@ from tangram.config.fsdp2_plans import check_paths
 from tangram.config.patterns import match_each
 from tangram.config.sources import read_hf_config
 from tangram.errors import ConfigError
+from tangram.platform import current
+from tangram.platform.operators.fuse import fuse
 
 
 class ModelHub:
@@ -25,14 +27,16 @@ class ModelHub:
 
     @staticmethod
     def build(config: Fsdp2Config) -> nn.Module:
-        """The model in fp32, frozen where the run file says so, without the weights of the files.
+        """The model in fp32, frozen where the run file says so, with the platform's fused operators, without the weights of the files.
 
         With ``init_model_with_meta_device`` its parameters take no memory yet; buffers are always real, for constructors compute them.
 
         Raises:
             ConfigError: the directory is no model's, the class is unknown, or a pattern of any plan matches nothing.
         """
-        return _built(config, on_meta=config.training.init_model_with_meta_device)
+        model = _built(config, on_meta=config.training.init_model_with_meta_device)
+        fuse(model, current().name)
+        return model
 
     @staticmethod
     def skeleton(config: Fsdp2Config) -> nn.Module:
