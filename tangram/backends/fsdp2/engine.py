@@ -56,12 +56,12 @@ class Fsdp2Engine:
         self.data_parallel_rank, self.data_parallel_size = self.meshes.data_parallel_rank, self.meshes.data_parallel_size
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
-        self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
+        self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1), "experts": self.settings.parallel.expert_parallel_size}
         self.module = ModelHub.build(self.settings)
         experts = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
-            share_tokens(self.module, self.meshes.ulysses)
+            share_tokens(self.module, self.meshes.ulysses, self.settings.features.loss_cfg)
         self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes, experts)
         self.vision = VisionBalance(self.module, self.meshes.device)
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -115,7 +115,8 @@ class Fsdp2Engine:
         self.module.eval()
         for batch, lacking in zip(micro_batches, self._lacking_passes(micro_batches), strict=True):
             self.vision.lack(lacking)
-            yield self.module(**forward_arguments(self.module, batch, self.meshes.device)).logits
+            made = self.module(**forward_arguments(self.module, batch, self.meshes.device)).logits
+            yield made if self.meshes.ulysses is None else share_of(batch["labels"].shape[1], self.meshes.ulysses).whole(made)
         self.sharded.free()
 
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:

@@ -160,7 +160,9 @@ class SentExperts(Wrapped):
         if weights.shape != numbers.shape:
             weights = weights.gather(1, numbers)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return self.send(tokens, numbers, weights).view(hidden_states.shape)
+        made = self.send(tokens, numbers, weights)
+        # fully_shard warns of outputs that are views.
+        return made if made.shape == hidden_states.shape else made.view(hidden_states.shape)
 
     def send(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """What the experts make of tokens.
@@ -214,9 +216,9 @@ class AllGatherExperts(SentExperts):
 
     def send(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         own = torch.tensor([len(tokens)], device=tokens.device)
-        every = own.new_empty(self.ranks)
-        dist.all_gather_into_tensor(every, own, group=self.group)
-        sizes = every.tolist()
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own, group=self.group)
+        sizes = torch.cat(every).tolist()
         tokens, numbers, weights = (gather(part, self.group, sizes) for part in (tokens, numbers, weights))
         row, copy = ((numbers >= self.first) & (numbers < self.first + self.held)).nonzero(as_tuple=True)
         expert = numbers[row, copy] - self.first
