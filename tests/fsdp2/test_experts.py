@@ -103,7 +103,9 @@ def test_the_class_says_which_way_round_it_holds_experts() -> None:
 
 def test_a_stack_of_another_shape_is_refused_even_where_turning_would_fit() -> None:
     check_stack("experts.up", (4, 6, 3), (4, 3, 6), out_in=True)
-    with pytest.raises(PlacementError, match=r"experts.up: the model has shape \(4, 3, 6\), but its config.json asks for \(4, 6, 3\) \(\[experts, out, in\]\)"):
+    with pytest.raises(
+        PlacementError, match=r"experts.up: the model has shape \(4, 3, 6\), but its config.json asks for \(4, 6, 3\) \(\[experts, out, in\]\)"
+    ):
         check_stack("experts.up", (4, 3, 6), (4, 3, 6), out_in=True)
 
 

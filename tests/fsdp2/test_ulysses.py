@@ -31,7 +31,7 @@ def _check(found: Mapping[str, Any]) -> None:
 def test_two_ranks_share_text_and_patches_of_every_family(tiny_hf: TinyHF, tmp_path: Path) -> None:
     models = {name: tiny_hf(name, **SMALL) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")}
     recompute = {"recompute": True, "recompute_plan": {"apply_modules": ["model.language_model.layers.{*}", "model.visual"]}}
-    one_size = ((("image", 3, 5), ("text", 8, 6)), (("image", 4, 4),))
+    one_size = ((("square", 3, 5), ("text", 8, 6)), (("square", 4, 4),))
     watch = ("model.language_model.layers.0.mlp", "model.visual.blocks.0.mlp")
     cases = {
         "qwen2_vl": Case("qwen2_vl", ULYSSES),
@@ -39,7 +39,9 @@ def test_two_ranks_share_text_and_patches_of_every_family(tiny_hf: TinyHF, tmp_p
         "packed": Case("qwen2_5_vl", ULYSSES, packing=True, loss_type="per_sample_loss"),
         "deepstack": Case("qwen3_vl", {**ULYSSES, "features": recompute}),
         "counted": Case("qwen3_vl", ULYSSES, ((("image", 2, 4),),), watch=watch),
-        "llava": Case("llava", {**ULYSSES, "parallel": {**ULYSSES["parallel"], "fsdp_plan": {"apply_modules": ["model.language_model.layers.{*}"]}}}, one_size),
+        "llava": Case(
+            "llava", {**ULYSSES, "parallel": {**ULYSSES["parallel"], "fsdp_plan": {"apply_modules": ["model.language_model.layers.{*}"]}}}, one_size
+        ),
     }
     results = on_ranks(2, CASES, "compare", models, tmp_path, cases)
     for found in results:

@@ -75,11 +75,11 @@ def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes, experts: SplitExpert
     Gradients come out as sums over ranks: what losses are divided by is counted over all of them beforehand.
 
     Raises:
-        ConfigError: as ``plan_units`` and ``SplitExperts.shard``; fp16.
+        ConfigError: as ``plan_units``, ``precision`` and ``SplitExperts.shard``.
     """
     units = plan_units(model, plan)
     ignored = {parameter for path in units.ignored for parameter in model.get_submodule(path).parameters()}
-    policy = _precision(plan)
+    policy = precision(plan)
     options: dict[str, Any] = {
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=meshes.device.type != "cpu") if plan.cpu_offload else OffloadPolicy(),
@@ -115,7 +115,13 @@ def _module(model: nn.Module, unit: Unit) -> FSDPModule:
     return cast(FSDPModule, model.get_submodule(unit.paths[0]))
 
 
-def _precision(plan: FsdpPlan) -> MixedPrecisionPolicy:
+def precision(plan: FsdpPlan) -> MixedPrecisionPolicy:
+    """The types that weights are gathered in, gradients summed in, and outputs given in.
+
+    Raises:
+        ConfigError: fp16.
+    """
+
     def dtype(key: str) -> torch.dtype | None:
         name = getattr(plan, key)
         if name == "fp16":
@@ -132,14 +138,14 @@ def _precision(plan: FsdpPlan) -> MixedPrecisionPolicy:
 
 def _compute_in_fp32(module: nn.Module, around: torch.dtype | None) -> None:
     """Parameters that are held whole are fp32; what flows around them may not be."""
-    if around in (None, torch.float32):
+    if around is None or around == torch.float32:
         return
 
     def cast_to(dtype: torch.dtype, values: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
     module.register_forward_pre_hook(lambda _, args, kwargs: cast_to(torch.float32, (args, kwargs)), with_kwargs=True)
-    module.register_forward_hook(lambda _, args, output: cast_to(cast(torch.dtype, around), output))
+    module.register_forward_hook(lambda _, args, output: cast_to(around, output))
 
 
 def _materialise(model: nn.Module, home: torch.device, device: torch.device) -> None:

@@ -91,8 +91,8 @@ def share_tokens(model: nn.Module, group: dist.ProcessGroup, loss: LossConfig) -
     ranks = dist.get_world_size(group)
     if loss.loss_type == "raw":
         raise ConfigError(
-            f"features.loss_cfg.loss_type raw: the model's own loss needs whole samples, which parallel.ulysses_parallel_size {ranks} cuts; use default, "
-            "which is the same mean of each micro-batch"
+            f"features.loss_cfg.loss_type raw: the model's own loss needs whole samples, which parallel.ulysses_parallel_size {ranks} cuts; "
+            "use default, which is the same mean of each micro-batch"
         )
     if loss.router_aux_loss_coef > 0:
         raise ConfigError(
@@ -101,11 +101,12 @@ def share_tokens(model: nn.Module, group: dist.ProcessGroup, loss: LossConfig) -
         )
     get_decoder: Callable[[], nn.Module] | None = getattr(model, "get_decoder", None)
     text: Any = get_decoder() if get_decoder is not None else None
-    layers = getattr(text, "layers", None)
+    layers: Any = getattr(text, "layers", None)
     attention = getattr(layers[0], "self_attn", None) if layers else None
     if attention is None or not hasattr(attention, "config"):
         raise ConfigError(
-            f"parallel.ulysses_parallel_size: {type(model).__name__} has no decoder with layers[i].self_attn, as transformers' models have; set it to 1"
+            f"parallel.ulysses_parallel_size: {type(model).__name__} has no decoder with layers[i].self_attn, as transformers' models have; "
+            "set it to 1"
         )
     check_heads(text.config.num_attention_heads, text.config.num_key_value_heads, ranks)
     _use_own_attention(text.config)
@@ -126,7 +127,8 @@ def check_heads(query: int, key_value: int, ranks: int) -> None:
         raise ConfigError(f"parallel.ulysses_parallel_size {ranks} must divide the {query} attention heads of the text model; choose another")
     if key_value % ranks and ranks % key_value:
         raise ConfigError(
-            f"parallel.ulysses_parallel_size {ranks} must divide the {key_value} key/value heads of the text model, or be a multiple of them; choose another"
+            f"parallel.ulysses_parallel_size {ranks} must divide the {key_value} key/value heads of the text model, or be a multiple of them; "
+            "choose another"
         )
 
 
@@ -275,9 +277,9 @@ def _attention_function(name: str, module: Any) -> Callable[..., tuple[Tensor, A
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name == "eager":
-        function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module.original).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module.original).__module__].eager_attention_forward
         return function
-    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 class _With:
