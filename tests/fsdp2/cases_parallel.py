@@ -65,7 +65,7 @@ def _compare(hf: Path, folder: Path, case: Case) -> dict[str, Any]:
     return {
         "loss": abs(found - loss) / loss,
         "evaluated": abs(evaluated - loss) / loss,
-        "gradients": max(_error(whole[name], gradient) for name, gradient in gradients.items()),
+        "gradients": max(_error(whole[name], gradient, 1e-3 * norm) for name, gradient in gradients.items()),
         "norm": abs(engine.step(0.0).grad_norm - norm) / norm,
         "seen": seen,
     }
@@ -75,11 +75,12 @@ def build(hf: Path, folder: Path, changes: Mapping[str, Any]) -> Fsdp2Engine:
     return engine_of(read(write_run(folder / f"rank_{dist.get_rank() if dist.is_initialized() else 0}", hf, changes)))
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _error(found: torch.Tensor, expected: torch.Tensor, least: float) -> float:
+    """Norm-wise. Some gradients are rounding alone (a key's bias shifts all scores of a softmax), so smaller norms than ``least`` count as that."""
     if found.dim() == 3 and found.shape != expected.shape:
         found = found.mT  # transformers 5 holds experts as [experts, out, in]; no stack of the tiny model has in = out
     assert found.shape == expected.shape
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+    return float((found - expected).norm() / expected.norm().clamp(min=least))
 
 
 def _count(seen: list[int], _: Any, args: tuple[torch.Tensor, ...]) -> None:
