@@ -8,7 +8,7 @@
   and batches besides.
 - llava: conversion of LLaVA-Instruct-150K, against json.load, a loop and json.dump (``bench/llava.py``).
 - packing: tokens a slot of a row holds, by strategy, on lengths as pictures with conversations have them.
-- positions: what the 3-D positions cost in collation.
+- positions: what the 3-D positions cost in collation, in processor seconds.
 
 Sides take turns; medians over the rounds.
 """
@@ -90,12 +90,14 @@ class Photographs:
         return build_loader(self._parse(workers), self.family, 0, 1)
 
     def ours(self, workers: int) -> float:
-        """Seconds to read every sample once, from the start of the workers to the last batch."""
+        """Seconds to read every sample once, from the start of the workers to the last batch, all of them tensors in this process."""
+        import torch
+
         loader = self.loader(workers)
         begin, count, pixels = time.perf_counter(), 0, 0
         for step in loader:
             count += sum(len(batch["sample_ids"]) for batch in step)
-            pixels += sum(len(batch["pixel_values"]) for batch in step)
+            pixels += sum(len(batch["pixel_values"]) for batch in step if batch["pixel_values"].dtype == torch.float32)
             if count >= len(self.samples):
                 break
         seconds = time.perf_counter() - begin
@@ -234,31 +236,38 @@ def sample_lengths(count: int) -> list[int]:
 
 
 def positions_part(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of collation, of the positions inside it, and of transformers' positions of the same rows."""
-    from tangram.data.tokenizer import PAD
+    """Processor seconds of collation, of the positions inside it, and of transformers' positions of the same rows.
+
+    Collation goes from samples up to the tensors that a model takes. It works in this process alone, so that other programs do not count.
+    """
 
     photographs = Photographs(folder, 4 * BATCH)
     source = photographs.loader(0).source
     rows = [[source.encoder(source.dataset[number])] for number in range(4 * BATCH)]
     batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
     made = [source.collator(batch) for batch in batches]
-    assert source.collator.pad_id == source.encoder.tokenizer.id(PAD)
-    index, model = photographs.family.rope_index, photographs.model
+    index = source.collator.rope_index
+    calls: list[list[Any]] = []
+    source.collator.rope_index = lambda *given: calls[-1].append(given) or index(*given)
+    for batch in batches:
+        calls.append([])
+        source.collator(batch)
+    source.collator.rope_index = index
 
-    def timed(call: Callable[[Any, Any], object]) -> Callable[[], float]:
+    def timed(call: Callable[[Any, Any, Any], object]) -> Callable[[], float]:
         def run() -> float:
-            begin = time.perf_counter()
-            for batch, result in zip(batches, made, strict=True):
-                call(batch, result)
-            return (time.perf_counter() - begin) / len(batches)
+            begin = time.process_time()
+            for batch, result, asked in zip(batches, made, calls, strict=True):
+                call(batch, result, asked)
+            return (time.process_time() - begin) / len(batches)
 
         return run
 
     sides = {
-        "collation": timed(lambda batch, _: source.collator(batch)),
-        "positions": timed(lambda _, b: index(b["input_ids"], b["attention_mask"], b["image_grid_thw"], model)),
-        "positions of transformers": timed(lambda _, b: hf_positions(b["input_ids"], b["image_grid_thw"], b["attention_mask"])),
-        "encoding": timed(lambda batch, _: [source.encoder(source.dataset[row[0].id]) for row in batch]),
+        "collation": timed(lambda batch, _, __: source.collator(batch)),
+        "positions": timed(lambda _, __, asked: [index(*given) for given in asked]),
+        "positions of transformers": timed(lambda _, b, __: hf_positions(b["input_ids"], b["image_grid_thw"], b["attention_mask"])),
+        "encoding": timed(lambda batch, _, __: [source.encoder(source.dataset[row[0].id]) for row in batch]),
     }
     for side in sides.values():
         side()

@@ -186,7 +186,7 @@ def panned(sample: EncodedSample, model: ModelConfig) -> EncodedSample:
         replaced(sample.labels, IGNORE),
         videos=[Medium((STEPS, rows, columns), SECONDS)],
         image_pixels=[],
-        video_pixels=[np.concatenate([np.roll(patches, -step * row_of_cells, axis=0) for step in range(STEPS)])],
+        video_pixels=[np.concatenate([np.roll(np.asarray(patches), -step * row_of_cells, axis=0) for step in range(STEPS)])],
     )
 
 

@@ -65,10 +65,10 @@ def write_run_file(
     *,
     dtype: str,
     micro_batch_size: int,
+    seed: int,
     steps: int,
     lr: float,
     clip_grad: float,
-    seed: int,
 ) -> None:
     """Write the run file of a comparison, on which ``sharded.settings`` are laid when it is read.
 

@@ -180,6 +180,8 @@ class DataloaderParam(Section):
     """Deal a global batch's micro-batches out so that all data-parallel ranks have about as many patches."""
     prefetch_factor: int = Field(default=4, ge=1)
     """Micro-batches that each worker reads ahead."""
+    enable_preload: bool = False
+    """Read the next step's micro-batches in a thread while this one's run."""
     slow_sample_seconds: float = Field(default=60.0, gt=0)
     """A sample that takes longer is named in the log."""
     pin_memory: bool = False

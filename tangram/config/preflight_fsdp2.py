@@ -97,7 +97,7 @@ def batch(subject: Subject) -> str:
     budget = subject.run.data.dataloader_param.token_budget
     if budget is not None:
         return f"micro-batches of up to {budget} tokens"
-    shown = f"{micro} x DP {subject.data_parallel or '?'} x {steps} micro-batches"
+    shown = f"{micro} x DP {subject.data_parallel or '(not known yet)'} x {steps} micro-batches"
     return shown if subject.global_batch is None else f"{subject.global_batch} samples = {shown}"
 
 
@@ -129,7 +129,7 @@ def schedule(subject: Subject) -> str:
         if subject.data_parallel is None:
             return f"{own.train_epochs} epochs, {own.lr_decay_style}, lr {own.lr:g} to {own.lr_min:g}"
         iterations = steps_of_epochs(subject.run, own.train_epochs, subject.data_parallel)
-    training = training_of(_of(subject).settings, iterations)
+    training = training_of(_of(subject).settings, iterations=iterations)
     if training.lr_warmup_iters and training.lr_warmup_iters >= (training.lr_decay_iters or training.train_iters):
         raise ConfigError(
             f"training.lr_warmup_ratio {own.lr_warmup_ratio:g} of {training.train_iters} steps is {training.lr_warmup_iters}, but the rate has "
@@ -298,7 +298,7 @@ def split_lines(subject: Subject) -> list[str]:
     if subject.data_parallel is None or subject.world_size is None:
         return []
     replicate, shard, ulysses = sizes(parallel, subject.world_size)
-    lines = [f"weights: {replicate} x ({shard * ulysses} ranks share one copy)"]
+    lines = [f"weights: {replicate} {'copy' if replicate == 1 else 'copies'}, each shared by {shard * ulysses} ranks"]
     if ulysses > 1:
         lines.append(f"samples: {ulysses} ranks share the tokens of each")
     if parallel.expert_parallel_size > 1:

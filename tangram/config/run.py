@@ -74,11 +74,21 @@ class ModelSource(Section):
 
 
 class FeaturesConfig(RecomputeKeys):
-    """Freezing and recomputation of the assembled model; None leaves what model.json says."""
+    """Freezing, recomputation and loss of the assembled model; None leaves what model.json says."""
 
     freeze_vision_encoder: bool | None = None
     freeze_vision_projector: bool | None = None
     freeze_text_decoder: bool | None = None
+    enable_chunk_loss: bool | None = None
+    """Compute the loss for ``chunk_size`` supervised tokens of a micro-batch at a time; as ``loss_chunk_size`` in model.json."""
+    chunk_size: int | None = Field(default=None, ge=1)
+    """None: 1024."""
+
+    @model_validator(mode="after")
+    def _chunks_are_switched_on(self) -> FeaturesConfig:
+        if self.chunk_size is not None and not self.enable_chunk_loss:
+            raise ValueError(f"chunk_size {self.chunk_size} has no effect while enable_chunk_loss is off; set enable_chunk_loss, or remove it")
+        return self
 
 
 class TrainingConfig(Section):
@@ -134,6 +144,8 @@ class TrainingConfig(Section):
     no_save_rng: bool = False
     no_load_optim: bool = False
     no_load_rng: bool = False
+    manual_gc_interval: int = Field(default=0, ge=0)
+    """Steps after which all ranks collect garbage together; 0: Python does when it likes."""
     num_workers: int = Field(default=0, ge=0)
     metrics_file: LocalPath | None = None
     """JSON-lines file that gets one record per step. None: metrics.jsonl in ``save``."""
@@ -264,7 +276,10 @@ class RunConfig(Section):
         def component(section: Section, freeze: bool | None, extra: dict[str, object]) -> Section:
             return section.model_copy(update=extra if freeze is None else {**extra, "freeze": freeze})
 
-        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, recompute)}
+        loss: dict[str, object] = {}
+        if features.enable_chunk_loss is not None:
+            loss["loss_chunk_size"] = (features.chunk_size or 1024) if features.enable_chunk_loss else None
+        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, {**recompute, **loss})}
         if model.image_encoder is not None:
             parts = {
                 "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, recompute),

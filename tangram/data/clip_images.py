@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tangram.config.data import PreprocessParameters
 from tangram.data.images import decode_rgb, of, open_image
 from tangram.data.medium import Grid
-from tangram.data.patches import ByteValues, check_sides, cut_patches
+from tangram.data.patches import ByteValues, PixelBytes, check_sides, cut_patches
 from tangram.data.processor_file import ProcessorFile
 from tangram.errors import ConfigError, DataError
 from tangram.families.llava.config import ClipEncoderConfig
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -82,22 +78,18 @@ class ClipImageProcessor:
             self._resized(image.size, path, where)
         return self._grid
 
-    def patches(self, path: str, where: str = "") -> tuple[np.ndarray, Grid]:
-        """Patches of an image, ``[h * w, channels * patch_size^2]`` fp32 in raster order, and its grid.
+    def patches(self, path: str, where: str = "") -> tuple[PixelBytes, Grid]:
+        """Patches of an image, ``[h * w, channels * patch_size^2]`` in raster order, and its grid.
 
         Raises:
             DataError: as ``grid``, and where the file is truncated or damaged.
         """
-        import numpy as np
-
         with open_image(path, where) as image:
             width, height = self._resized(image.size, path, where)
             resized = decode_rgb(image, path, where).resize((width, height), resample=self.resample)
         left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
         square = resized.crop((left, top, left + self.image_size, top + self.image_size))
-        patches = np.empty((math.prod(self._grid), 3 * self.patch_size**2), dtype=np.float32)
-        cut_patches([square], self.values, self.patch_size, 1, 1, patches)
-        return patches, self._grid
+        return PixelBytes(cut_patches([square], self.patch_size, merge_size=1), 1, self.values), self._grid
 
     @property
     def _grid(self) -> Grid:

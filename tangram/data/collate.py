@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tangram.config.model import ModelConfig
-from tangram.data.encode import IGNORE, EncodedSample
+from tangram.data.compact import CompactBatch
+from tangram.data.encode import IGNORE, EncodedSample, Pixels
 from tangram.data.media import Medium
+from tangram.data.patches import PixelBytes
 from tangram.errors import ConfigError, DataError, suggest
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 RopeIndex = Callable[..., Any]
 PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids")
@@ -58,53 +59,63 @@ class Collator:
         Raises:
             DataError: image or video tokens do not fit the grids; the message names the sample.
         """
-        import torch
+        return self.compact(rows).tensors()
+
+    def compact(self, rows: Sequence[Sequence[EncodedSample]]) -> CompactBatch:
+        """The same, not made into tensors yet, to be handed to another process.
+
+        Raises:
+            DataError: as a call.
+        """
+        import numpy as np
 
         samples = [sample for row in rows for sample in row]
         assert self.packing or len(samples) == len(rows), "several samples in a row need packing=True"
         lengths = [len(sample.input_ids) for sample in samples]
         padded = [self._round_up(length if self.packing else max(lengths)) for length in lengths]
         alone = [self._tokens(sample, length) for sample, length in zip(samples, padded, strict=True)]
-        dim = -1 if self.packing else -2
-        batch: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in alone], dim=dim) for name in PER_TOKEN}
+        axis = -1 if self.packing else -2
+        batch: dict[str, Any] = {name: np.concatenate([arrays[name] for arrays in alone], axis=axis) for name in PER_TOKEN}
         batch["sample_ids"] = [sample.id for sample in samples]
         if self.packing:
             batch |= {"cu_seqlens": _added_up(lengths), "cu_seqlens_padded": _added_up(padded)}
-        return batch | _media(samples)
+        return CompactBatch(batch | _media(samples))
 
     def _round_up(self, length: int) -> int:
         return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
-    def _tokens(self, sample: EncodedSample, length: int) -> dict[str, torch.Tensor]:
+    def _tokens(self, sample: EncodedSample, length: int) -> dict[str, np.ndarray]:
         """What there is per token of one sample, ``[1, length]``; positions ``[3, 1, length]``."""
+        import numpy as np
         import torch
 
         real = len(sample.input_ids)
         labels = [IGNORE, *sample.labels[1:]] if self.packing else sample.labels
 
-        def padded(values: list[int], fill: int) -> torch.Tensor:
-            return torch.tensor([values + [fill] * (length - real)], dtype=torch.long)
+        def padded(values: list[int] | int, fill: int) -> np.ndarray:
+            row = np.full((1, length), fill, dtype=np.int64)
+            row[0, :real] = values
+            return row
 
-        tensors = {
-            "input_ids": padded(sample.input_ids, self.pad_id),
-            "attention_mask": padded([1] * real, 0),
-            "labels": padded(labels, IGNORE),
-        }
-        images, videos = _grids(sample.images), _grids(sample.videos)
+        arrays = {"input_ids": padded(sample.input_ids, self.pad_id), "attention_mask": padded(1, 0), "labels": padded(labels, IGNORE)}
+        ids, mask = (torch.from_numpy(arrays[name]) for name in ("input_ids", "attention_mask"))
+        images, videos, seconds = (
+            None if array is None else torch.from_numpy(array) for array in (_grids(sample.images), _grids(sample.videos), _seconds(sample.videos))
+        )
         try:
-            positions = self.rope_index(tensors["input_ids"], tensors["attention_mask"], images, self.model, videos, _seconds(sample.videos))
+            positions = self.rope_index(ids, mask, images, self.model, videos, seconds)
         except DataError as error:
             raise DataError(f"sample {sample.id}: {error}") from None
-        return {**tensors, "position_ids": positions}
+        return {**arrays, "position_ids": positions.numpy()}
 
 
-def _added_up(lengths: Sequence[int]) -> torch.Tensor:
-    import torch
+def _added_up(lengths: Sequence[int]) -> np.ndarray:
+    import numpy as np
 
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return np.cumsum([0, *lengths], dtype=np.int32)
 
 
-def _media(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
+def _media(samples: Sequence[EncodedSample]) -> dict[str, np.ndarray | PixelBytes]:
     """Grids and patches of all images and of all videos."""
     images = [medium for sample in samples for medium in sample.images]
     videos = [medium for sample in samples for medium in sample.videos]
@@ -115,31 +126,34 @@ def _media(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
         "pixel_values_videos": _patches([sample.video_pixels for sample in samples if sample.videos]),
         "second_per_grid_ts": _seconds(videos),
     }
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return {name: entry for name, entry in found.items() if entry is not None}
 
 
-def _grids(media: Sequence[Medium]) -> torch.Tensor | None:
-    import torch
+def _grids(media: Sequence[Medium]) -> np.ndarray | None:
+    import numpy as np
 
-    return torch.tensor([medium.grid for medium in media], dtype=torch.long) if media else None
+    return np.array([medium.grid for medium in media], dtype=np.int64) if media else None
 
 
-def _seconds(videos: Sequence[Medium]) -> torch.Tensor | None:
-    import torch
+def _seconds(videos: Sequence[Medium]) -> np.ndarray | None:
+    import numpy as np
 
     seconds = [video.seconds_per_grid for video in videos]
     assert None not in seconds, "a video without seconds_per_grid"
-    return torch.tensor(seconds, dtype=torch.float32) if videos else None
+    return np.array(seconds, dtype=np.float32) if videos else None
 
 
-def _patches(pixels: Sequence[Sequence[np.ndarray] | None]) -> torch.Tensor | None:
+def _patches(pixels: Sequence[Sequence[Pixels] | None]) -> Pixels | None:
     """The patches of all media; None where there are none or none are wanted."""
     import numpy as np
-    import torch
 
     wanted = [of_sample for of_sample in pixels if of_sample is not None]
     assert len(wanted) in (0, len(pixels)), f"pixels of {len(wanted)} samples out of {len(pixels)} that hold media"
-    return torch.from_numpy(np.concatenate([patches for of_sample in wanted for patches in of_sample])) if wanted else None
+    if not wanted:
+        return None
+    patches = [of_medium for of_sample in wanted for of_medium in of_sample]
+    as_bytes = [of_medium for of_medium in patches if isinstance(of_medium, PixelBytes)]
+    return PixelBytes.join(as_bytes) if len(as_bytes) == len(patches) else np.concatenate(patches)
 
 
 COLLATORS: dict[str, type[Collator]] = {"qwen2vl": Collator, "qwen3vl": Collator}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tangram.data.conversation import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from tangram.data.media import Media, Medium
+from tangram.data.patches import PixelBytes
 from tangram.data.template import PLACEHOLDER, ChatTemplate, Piece
 from tangram.data.tokenizer import Tokenizer
 from tangram.errors import ConfigError, DataError
@@ -15,6 +16,8 @@ from tangram.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import numpy as np
 
+Pixels: TypeAlias = "PixelBytes | np.ndarray"
+"""Patches of a medium; as an array: their values, fp32."""
 IGNORE = -100
 """Label of a position that is not learnt."""
 
@@ -30,9 +33,9 @@ class EncodedSample:
     images: list[Medium] = field(default_factory=list)
     """Those whose tokens stand in ``input_ids``."""
     videos: list[Medium] = field(default_factory=list)
-    image_pixels: list[np.ndarray] | None = None
-    """Of the same images, ``[t * h * w, C * T * P * P]`` fp32 each; None where pixels are not wanted."""
-    video_pixels: list[np.ndarray] | None = None
+    image_pixels: Sequence[Pixels] | None = None
+    """Of the same images, ``[t * h * w, C * T * P * P]`` each; None where pixels are not wanted."""
+    video_pixels: Sequence[Pixels] | None = None
     turns_dropped: int = 0
     """Turns left out because of the cutoff."""
 
@@ -156,7 +159,7 @@ class SampleEncoder:
 
     def blank(self) -> EncodedSample:
         """A row of one token without a label: it adds nothing to loss or gradients."""
-        pixels: list[np.ndarray] | None = [] if self.needs_pixels else None
+        pixels: list[Pixels] | None = [] if self.needs_pixels else None
         return EncodedSample(id=-1, input_ids=[self.tokenizer.pad_id], labels=[IGNORE], image_pixels=pixels, video_pixels=pixels)
 
     def _check_media(self, sample: Conversation) -> None:

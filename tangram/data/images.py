@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING
 from tangram.config.data import PreprocessParameters
 from tangram.config.model import VisionEncoderConfig
 from tangram.data.medium import Grid
-from tangram.data.patches import ByteValues, cut_patches, smart_resize
+from tangram.data.patches import ByteValues, PixelBytes, cut_patches, smart_resize
 from tangram.data.processor_file import ProcessorFile, check_limits
 from tangram.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
 
 DEEP_MODES = ("I", "F")
@@ -96,22 +95,18 @@ class ImageProcessor:
         with open_image(path, where) as image:
             return self._grid_of(image, path, where)
 
-    def patches(self, path: str, where: str = "") -> tuple[np.ndarray, Grid]:
-        """Patches of an image, ``[t * h * w, channels * temporal_patch_size * patch_size^2]`` fp32 in merge order, and its grid.
+    def patches(self, path: str, where: str = "") -> tuple[PixelBytes, Grid]:
+        """Patches of an image, ``[t * h * w, channels * temporal_patch_size * patch_size^2]`` in merge order, and its grid.
 
         Raises:
             DataError: as ``grid``, and where the file is truncated or damaged.
         """
-        import numpy as np
-
         with open_image(path, where) as image:
             grid = self._grid_of(image, path, where)
             rgb = decode_rgb(image, path, where)
         _, rows, columns = grid
         resized = rgb.resize((columns * self.patch_size, rows * self.patch_size), resample=self.resample)
-        patches = np.empty((rows * columns, 3 * self.temporal_patch_size * self.patch_size**2), dtype=np.float32)
-        cut_patches([resized], self.values, self.patch_size, self.merge_size, self.temporal_patch_size, patches)
-        return patches, grid
+        return PixelBytes(cut_patches([resized], self.patch_size, self.merge_size), self.temporal_patch_size, self.values), grid
 
     def _grid_of(self, image: Image.Image, path: str, where: str) -> Grid:
         try:

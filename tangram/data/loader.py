@@ -94,8 +94,9 @@ class StepLoader:
                 for reading in readings:
                     if isinstance(reading, TangramError):
                         raise reading
-                    self._count(reading)
-                    step.append(reading.batch)
+                    batch = reading.tensors()
+                    self._count(reading, batch)
+                    step.append(batch)
                     if len(step) == counts[0]:
                         counts.popleft()
                         self.consumed += self.order.global_batch_size
@@ -123,9 +124,9 @@ class StepLoader:
             **workers,
         )
 
-    def _count(self, reading: Reading) -> None:
+    def _count(self, reading: Reading, batch: Batch) -> None:
         if reading.turns_dropped and not self.turns_dropped:
-            logger.warning("samples %s: turns beyond the cutoff are left out; this is said once, and counted", reading.batch["sample_ids"])
+            logger.warning("samples %s: turns beyond the cutoff are left out; this is said once, and counted", batch["sample_ids"])
         self.turns_dropped += reading.turns_dropped
         self.skipped += len(reading.skips)
         for skip in reading.skips:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tangram.config.data import PreprocessParameters
 from tangram.config.model import VisionEncoderConfig
 from tangram.data.conversation import Video
 from tangram.data.images import ImageProcessor, of
 from tangram.data.medium import Grid, Medium
+from tangram.data.patches import PixelBytes
 from tangram.data.video import VideoProcessor
 from tangram.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["Images", "Media", "Medium", "image_processor"]
 
@@ -25,8 +23,8 @@ class Images(Protocol):
     def grid(self, path: str, where: str = "") -> Grid:
         """Grid of an image from the header of its file."""
 
-    def patches(self, path: str, where: str = "") -> tuple[np.ndarray, Grid]:
-        """Patches of an image, ``[t * h * w, C * T * P * P]`` fp32, and its grid."""
+    def patches(self, path: str, where: str = "") -> tuple[PixelBytes, Grid]:
+        """Patches of an image, ``[t * h * w, C * T * P * P]``, and its grid."""
 
     def tokens(self, grid: Grid) -> int:
         """Tokens of an image, or of a video, after merging."""
@@ -80,8 +78,8 @@ class Media:
         """
         return Medium(self.images.grid(path, where))
 
-    def image_pixels(self, path: str, where: str) -> np.ndarray:
-        """Patches of an image, ``[t * h * w, C * T * P * P]`` fp32.
+    def image_pixels(self, path: str, where: str) -> PixelBytes:
+        """Patches of an image, ``[t * h * w, C * T * P * P]``.
 
         Raises:
             DataError: as ``ImageProcessor.patches``.
@@ -96,8 +94,8 @@ class Media:
         """
         return self._videos(video, where).medium(video, where)
 
-    def video_pixels(self, video: Video, where: str) -> np.ndarray:
-        """Patches of a video, ``[t * h * w, C * T * P * P]`` fp32.
+    def video_pixels(self, video: Video, where: str) -> PixelBytes:
+        """Patches of a video, ``[t * h * w, C * T * P * P]``.
 
         Raises:
             DataError: as ``VideoProcessor.patches``, or the model takes no videos.

@@ -1,18 +1,24 @@
-"""From pixels to patches: sizes, normalised values and their order, the same for pictures and for frames of a video."""
+"""From pixels to patches: sizes, order and values, the same for pictures and for frames of a video.
+
+Patches stay bytes until a model takes them: their values are four times as large, and of a still picture, whose only frame stands for all of a
+patch, eight times. To make, join and hand over that much between processes takes longer than to decode and to resize together.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
 MAX_ASPECT_RATIO = 200
+CHUNK = 256
+"""Patches whose values are looked up at a time: few enough that what lies between bytes and values stays in the processor's cache."""
 
 
 def check_sides(height: int, width: int) -> None:
@@ -62,44 +68,86 @@ class ByteValues:
     rescale: float = 1 / 255
 
     @cached_property
-    def table(self) -> list[list[float]]:
-        """Value of every byte, fp32, ``[3][256]``, in transformers' order of operations: scale in fp64, round to fp32, normalise."""
+    def table(self) -> np.ndarray:
+        """Value of every byte, fp32 ``[3, 256]``, in transformers' order of operations: scale in fp64, round to fp32, normalise."""
         import numpy as np
 
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
         mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (self.mean, self.std))
-        table: list[list[float]] = ((scaled - mean) / std).tolist()
+        table: np.ndarray = (scaled - mean) / std
         return table
 
-    def look_up(self, channel: int, data: np.ndarray) -> np.ndarray:
-        """Values of bytes of a channel, fp32 ``[rows, columns]`` like the bytes."""
+
+@dataclass(frozen=True, eq=False)
+class PixelBytes:
+    """Patches of pictures before they are scaled and normalised. To numpy it is the array of their values.
+
+    Args:
+        data: uint8 ``[patches, 3, frames, patch_size^2]``; ``frames`` is ``depth``, or 1 where all frames of a patch are one still picture.
+        depth: frames per patch.
+        values: what the bytes become.
+    """
+
+    data: np.ndarray
+    depth: int
+    values: ByteValues
+
+    @classmethod
+    def join(cls, parts: Sequence[PixelBytes]) -> PixelBytes:
+        """The patches of all parts, which come from one processor, one after another."""
         import numpy as np
-        from PIL import Image
 
-        rows, columns = data.shape
-        # Pillow looks bytes up several times faster than numpy, whose indices are 8 bytes wide.
-        picture = Image.frombuffer("L", (columns, rows), data, "raw", "L", 0, 1)
-        return np.asarray(picture.point(self.table[channel], "F"))
+        first = parts[0]
+        assert all((part.depth, part.values) == (first.depth, first.values) for part in parts), "pixels of several processors"
+        return replace(first, data=np.concatenate([part.data for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the values."""
+        patches, channels, _, area = self.data.shape
+        return patches, channels * self.depth * area
+
+    def expand(self) -> np.ndarray:
+        """The values, fp32 ``[patches, 3 * depth * patch_size^2]``."""
+        import numpy as np
+
+        patches, channels, _, area = self.data.shape
+        # numpy asks the system for large pages, torch does not: touching 4 KiB ones for the first time takes longer than filling them.
+        out = np.empty((patches, channels, self.depth, area), dtype=np.float32)
+        for start in range(0, patches, CHUNK):
+            part = slice(start, start + CHUNK)
+            for channel, table in enumerate(self.values.table):
+                out[part, channel] = table.take(self.data[part, channel])
+        return out.reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("the values of PixelBytes are made anew each time")
+        values = self.expand()
+        return values if dtype is None else values.astype(dtype)
 
 
-def cut_patches(frames: Sequence[Image.Image], values: ByteValues, patch_size: int, merge_size: int, depth: int, out: np.ndarray) -> None:
+def cut_patches(frames: Sequence[Image.Image], patch_size: int, merge_size: int) -> np.ndarray:
     """Cut the frames of one step of the time axis into patches.
 
     Args:
-        frames: ``depth`` RGB pictures of one size, or one that is repeated.
+        frames: RGB pictures of one size.
         merge_size: patches lie in squares of this side, square after square; 1: in raster order.
-        depth: frames per patch.
-        out: filled; fp32 ``[rows * columns, 3 * depth * patch_size^2]``.
+
+    Returns:
+        uint8 ``[rows * columns, 3, frames, patch_size^2]``.
     """
     import numpy as np
 
     width, height = frames[0].size
     rows, columns = height // patch_size, width // patch_size
-    patches = out.reshape(rows * columns, 3, depth, patch_size**2)
+    squares = (rows // merge_size, columns // merge_size, merge_size, merge_size)
+    out = np.empty((*squares, 3, len(frames), patch_size, patch_size), dtype=np.uint8)
     for time, frame in enumerate(frames):
-        times = slice(None) if len(frames) == 1 else slice(time, time + 1)
         for channel, band in enumerate(frame.split()):
-            squares = np.asarray(band).reshape(rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size)
-            # Put in order as bytes, a quarter as many as of the values.
-            data = np.ascontiguousarray(squares.transpose(0, 3, 1, 4, 2, 5)).reshape(rows * columns, patch_size**2)
-            patches[:, channel, times] = values.look_up(channel, data)[:, None]
+            cells = np.asarray(band).reshape(rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size)
+            out[:, :, :, :, channel, time] = cells.transpose(0, 3, 1, 4, 2, 5)
+    return out.reshape(rows * columns, 3, len(frames), patch_size**2)

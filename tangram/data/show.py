@@ -122,6 +122,8 @@ def view_sample(subject: Subject, index: int) -> SampleView:
         ConfigError: no tokenizer was given.
         DataError: there is no such sample, or it cannot be used.
     """
+    import numpy as np
+
     encoding, dataset = subject.encoding, subject.dataset
     if encoding is None:
         raise ConfigError("tokens need a tokenizer: give --tokenizer HF, or --config FILE with a run file or data.json")
@@ -136,7 +138,7 @@ def view_sample(subject: Subject, index: int) -> SampleView:
     learnt = [label != IGNORE for label in encoded.labels]
     tokens = tuple(Token(*values) for values in zip(encoded.input_ids, texts, learnt, owners, positions, strict=True))
     paths = [*sample.images[: len(encoded.images)], *(_name(video.paths) for video in sample.videos[: len(encoded.videos)])]
-    pixels = [*(encoded.image_pixels or ()), *(encoded.video_pixels or ())]
+    pixels = [np.asarray(patches) for patches in (*(encoded.image_pixels or ()), *(encoded.video_pixels or ()))]
     kinds = ["image"] * len(encoded.images) + ["video"] * len(encoded.videos)
     media = _views(encoding, list(zip(kinds, paths, [*encoded.images, *encoded.videos], pixels, strict=True)), owners)
     return SampleView(sample.id, sample.where, tokens, media, encoded.turns_dropped)
@@ -198,7 +200,7 @@ def _ends(media: Media) -> tuple[np.ndarray, np.ndarray]:
         for level in (0, 255):
             path = Path(folder, f"{level}.png")
             Image.new("RGB", (64, 64), (level, level, level)).save(path)
-            found.append(media.image_pixels(str(path), "")[0].reshape(3, -1)[:, 0])
+            found.append(media.image_pixels(str(path), "").expand()[0].reshape(3, -1)[:, 0])
     return found[0], found[1]
 
 

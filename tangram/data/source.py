@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tangram.data.bad_samples import Skip
 from tangram.data.cache import StaleCacheError, TokenCache
 from tangram.data.collate import Collator
+from tangram.data.compact import CompactBatch
 from tangram.data.conversation import Conversation
 from tangram.data.dataset import ConversationDataset
 from tangram.data.encode import EncodedSample, SampleEncoder
@@ -21,9 +22,14 @@ SKIPPED = "skipped_samples"
 class Reading(NamedTuple):
     """A micro-batch and what there is to say of how it was made."""
 
-    batch: dict[str, Any]
+    batch: CompactBatch | dict[str, Any]
+    """Compact as it is read; of tensors once it has come over, or been pinned."""
     turns_dropped: int
     skips: tuple[Skip, ...] = ()
+
+    def tensors(self) -> dict[str, Any]:
+        """The micro-batch as a model takes it."""
+        return self.batch.tensors() if isinstance(self.batch, CompactBatch) else self.batch
 
 
 class MicroBatchSource:
@@ -54,10 +60,10 @@ class MicroBatchSource:
         self.cache = cache
 
     def __getitem__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return self.read(rows).batch
+        return self.read(rows).tensors()
 
     def read(self, rows: Sequence[Row], note: Callable[[int], object] = lambda sample: None) -> Reading:
-        """The micro-batch of ``rows``.
+        """The micro-batch of ``rows``, compact.
 
         Args:
             note: called with the id of each sample before it is read, and with ``PADDING`` before all are collated.
@@ -74,9 +80,9 @@ class MicroBatchSource:
                     note(sample)
                 read[-1].append(self._sample(sample, skips))
         note(PADDING)
-        batch = self.collator(read)
+        batch = self.collator.compact(read)
         if skips:
-            batch[SKIPPED] = [skip.sample for skip in skips]
+            batch.entries[SKIPPED] = [skip.sample for skip in skips]
         return Reading(batch, sum(sample.turns_dropped for row in read for sample in row), tuple(skips))
 
     def describe(self, sample: int) -> str:

@@ -25,13 +25,12 @@ from tangram.data.conversation import Video
 from tangram.data.frame_list import FrameList
 from tangram.data.images import of
 from tangram.data.medium import Medium
-from tangram.data.patches import ByteValues, cut_patches, smart_resize
+from tangram.data.patches import ByteValues, PixelBytes, cut_patches, smart_resize
 from tangram.data.processor_file import ProcessorFile, check_limits
 from tangram.data.video_file import Timeline, VideoFile
 from tangram.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
 
 DEFAULT_FPS = 2.0
@@ -118,8 +117,8 @@ class VideoProcessor:
             source.check(self._chosen(source))
         return self._medium(source)
 
-    def patches(self, video: Video, where: str = "") -> tuple[np.ndarray, Medium]:
-        """Patches of a video, ``[t * h * w, channels * temporal_patch_size * patch_size^2]`` fp32 in merge order, and its medium.
+    def patches(self, video: Video, where: str = "") -> tuple[PixelBytes, Medium]:
+        """Patches of a video, ``[t * h * w, channels * temporal_patch_size * patch_size^2]`` in merge order, and its medium.
 
         Only as many frames are decoded as are taken, and those between them and the key frame before; no more than ``temporal_patch_size``
         lie in memory at a time.
@@ -133,20 +132,18 @@ class VideoProcessor:
         medium = self._medium(source)
         steps, rows, columns = medium.grid
         size = (columns * self.patch_size, rows * self.patch_size)
-        patches = np.empty((steps, rows * columns, 3 * self.temporal_patch_size * self.patch_size**2), dtype=np.float32)
+        data = np.empty((steps, rows * columns, 3, self.temporal_patch_size, self.patch_size**2), dtype=np.uint8)
         step = 0
         waiting: list[Image.Image] = []
         for picture in source.pictures(self._chosen(source)):
             waiting.append(picture.resize(size, resample=self.resample))
             if len(waiting) == self.temporal_patch_size:
-                self._cut(waiting, patches[step])
+                data[step] = cut_patches(waiting, self.patch_size, self.merge_size)
                 step, waiting = step + 1, []
         if waiting:
-            self._cut(waiting + [waiting[-1]] * (self.temporal_patch_size - len(waiting)), patches[step])
-        return patches.reshape(steps * rows * columns, -1), medium
-
-    def _cut(self, frames: Sequence[Image.Image], out: np.ndarray) -> None:
-        cut_patches(frames, self.values, self.patch_size, self.merge_size, self.temporal_patch_size, out)
+            repeated = waiting + [waiting[-1]] * (self.temporal_patch_size - len(waiting))
+            data[step] = cut_patches(repeated, self.patch_size, self.merge_size)
+        return PixelBytes(data.reshape(-1, *data.shape[2:]), self.temporal_patch_size, self.values), medium
 
     def _chosen(self, source: VideoFile | FrameList) -> list[int]:
         """Numbers of the frames that are taken."""

@@ -224,6 +224,11 @@ def from_workers(loader: DataLoader[Any], board: Board, describe: Describe, pati
 
 
 def _hand_over(readings: Iterator[Any], ready: queue.Queue[Any], over: threading.Event) -> None:
+    """Take readings from torch and put them where the main thread waits.
+
+    Bytes become values here, beside that thread, which trains meanwhile.
+    """
+
     def put(item: Any) -> None:
         while not over.is_set():
             try:
@@ -234,7 +239,8 @@ def _hand_over(readings: Iterator[Any], ready: queue.Queue[Any], over: threading
 
     try:
         while not over.is_set():
-            put(next(readings))
+            reading = next(readings)
+            put(reading._replace(batch=reading.tensors()) if isinstance(reading, Reading) else reading)
     except StopIteration:
         put(_End())
     except BaseException as error:  # raised again where the readings are taken

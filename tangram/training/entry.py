@@ -32,6 +32,7 @@ from tangram.data.build import bad_sample_report, build_loader, forget_caches, g
 from tangram.data.choice import has_validation
 from tangram.data.epochs import steps_of_epochs
 from tangram.data.own import own_datasets, own_loader
+from tangram.data.preload import Preloaded
 from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.families.unknown import unknown_family
@@ -107,7 +108,7 @@ def _with_counted_epochs(run: RunConfig, world_size: int) -> RunConfig:
     replicate, shard, _ = sizes(run.fsdp2.parallel, world_size)
     iterations = steps_of_epochs(run, epochs, replicate * shard)
     LOGGER.info("%d epochs are %d steps", epochs, iterations)
-    return run.model_copy(update={"training": training_of(run.fsdp2, iterations)})
+    return run.model_copy(update={"training": training_of(run.fsdp2, iterations=iterations)})
 
 
 def build_engine(run: RunConfig, callbacks: Callbacks | None = None) -> RunnableEngine:
@@ -281,7 +282,8 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
 
     def loader(split: str, consumed: int) -> Steps:
         place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
-        return build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank)
+        steps: Steps = build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank)
+        return Preloaded(steps) if context.run.data.dataloader_param.enable_preload and split == "train" else steps
 
     return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_validation(context.run) else None, None
 

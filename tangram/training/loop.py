@@ -19,6 +19,7 @@ from tangram.data.sampler import PADDING
 from tangram.data.source import SKIPPED
 from tangram.errors import DataError
 from tangram.platform import current
+from tangram.training.collection import GarbageCollection
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord, log_line
@@ -140,9 +141,10 @@ class Loop:
         steps = iter(self.steps)
         if first >= training.train_iters:
             LOGGER.info("nothing to do: step %d of %d is done", first, training.train_iters)
-        with StopRequest() as request:
+        with StopRequest() as request, GarbageCollection(training.manual_gc_interval) as garbage:
             while progress.step < training.train_iters:
                 record, stop = self._step(steps, rate(progress.updates), request)
+                garbage.step(progress.step)
                 pending.append(record)
                 exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
                 self._log(pending, last=stop or exits or progress.step == training.train_iters)

@@ -179,7 +179,7 @@ def test_unusable_samples_are_kept_with_their_fault(cached: MakeRun, record: Any
     assert [fault.sample for fault in source.cache.faults] == [1, 2]
     assert source.cache.columns[:, 0].tolist()[1:] == [0, 0]
     reading = source.read([((0, sample),) for sample in range(3)])
-    assert reading.batch["sample_ids"] == [0, -1, -1] and [skip.sample for skip in reading.skips] == [1, 2]
+    assert reading.batch.entries["sample_ids"] == [0, -1, -1] and [skip.sample for skip in reading.skips] == [1, 2]
     assert "1 <image> placeholders but 0 images" in reading.skips[1].reason
 
 

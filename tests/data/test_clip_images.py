@@ -79,7 +79,7 @@ def test_patches_are_those_of_transformers_bit_for_bit(media: Media, photo: Phot
     medium, patches = media.image(photo(name), "data"), media.image_pixels(photo(name), "data")
     theirs = hf_pixels(Image.open(photo(name)).convert("RGB"))
     assert medium.grid == (1, 24, 24) and media.tokens(medium) == 576
-    assert patches.dtype == np.float32
+    assert patches.expand().dtype == np.float32 and patches.shape == (576, 588)
     assert np.array_equal(patches, in_raster_order(theirs, 14))
 
 

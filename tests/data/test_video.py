@@ -65,7 +65,7 @@ class TestChoice:
         patches, medium = make_videos(video_num_frames=7).patches(Video((path,)))
         assert medium.grid[0] == len(medium.timestamps) == 4
         assert medium.timestamps[-1] == 19 / 25 and medium.seconds_per_grid == pytest.approx(2 * 0.8 / 7)
-        steps = patches.reshape(4, -1, 3, 2, 196)
+        steps = patches.expand().reshape(4, -1, 3, 2, 196)
         assert np.array_equal(steps[3, :, :, 0], steps[3, :, :, 1]) and not np.array_equal(steps[2, :, :, 0], steps[2, :, :, 1])
 
     @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ class TestPatches:
         patches, medium = processor.patches(Video((clip(name),)))
         assert list(medium.grid) == golden[f"{case}_grid"].tolist()
         scale, shift = (np.repeat(np.array(values), 2 * patch_size**2) for values in (std, mean))
-        difference = np.abs((patches * scale + shift) * 255 - golden[f"{case}_bytes"].astype(np.float64))
+        difference = np.abs((patches.expand() * scale + shift) * 255 - golden[f"{case}_bytes"].astype(np.float64))
         assert difference.max() < 1.001 and difference.mean() < 0.02
 
     @pytest.mark.compat
@@ -131,13 +131,13 @@ class TestPatches:
             from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Processor
         name = clip("carphone_pristine.mp4")
         patches, medium = make_videos(video_num_frames=5, video_min_pixels=3136, video_max_pixels=50176).patches(Video((name,)))
-        ours = patches.reshape(3, -1, 3, 2, 196)
+        ours = patches.expand().reshape(3, -1, 3, 2, 196)
         frames = every_frame(name)
         theirs = Processor(min_pixels=3136, max_pixels=50176)
         for place, index in enumerate((0, 29, 59, 89, 119, 119)):
             pixels = theirs(images=[Image.fromarray(frames[index])], return_tensors="np")["pixel_values"].reshape(-1, 3, 2, 196)
             assert np.array_equal(ours[place // 2, :, :, place % 2], pixels[:, :, 0]), index
-        assert patches.dtype == np.float32 and len(patches) == np.prod(medium.grid)
+        assert ours.dtype == np.float32 and len(patches) == np.prod(medium.grid)
 
     def test_a_video_of_one_repeated_picture_is_that_picture(self, make_videos: Make, photo: Callable[[str], str]) -> None:
         picture = photo("rocket.jpg")
@@ -162,7 +162,7 @@ class TestFrameLists:
         patches, medium = make_videos(video_fps=0.5, video_min_pixels=0).patches(Video(frames, is_frames=True, sample_fps=sample_fps))
         assert medium.grid == (4, 6, 4) and medium.seconds_per_grid == 2 / sample_fps
         assert [f"{seconds:.1f}" for seconds in medium.timestamps] == markers
-        values = patches.reshape(4, 24, 3, 2, 196)[:, :, 0].reshape(4, 24, 2, 196)
+        values = patches.expand().reshape(4, 24, 3, 2, 196)[:, :, 0].reshape(4, 24, 2, 196)
         assert [values[step, 0, time, 0] for step in range(4) for time in range(2)] == pytest.approx(
             [(30 * number / 255 - 0.48145466) / 0.26862954 for number in range(8)]
         )

@@ -77,6 +77,27 @@ def test_a_killed_worker_is_told_with_the_samples_that_it_read(during_step: bool
     assert multiprocessing.active_children() == []
 
 
+class Bulky(Numbers):
+    def read(self, rows: Sequence[Row], note: Callable[[int], object] = lambda sample: None) -> Reading:
+        reading = super().read(rows, note)
+        return reading._replace(batch={**reading.tensors(), "bulk": np.zeros(1 << 22, dtype=np.uint8)})
+
+
+def test_a_worker_killed_half_way_through_a_message_ends_the_run() -> None:
+    """A pipe holds 64 KiB, so both workers are at theirs while nobody reads; the half of it that lies in the pipe never becomes whole."""
+    began = time.monotonic()
+    steps = iter(StepLoader(Bulky(), GlobalOrder(SAMPLES, 4, seed=0), micro_batch_size=2, num_workers=2))
+    next(steps)
+    time.sleep(1.0)
+    victim = multiprocessing.active_children()[0]
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"data worker \d \(process \d+\) was killed by SIGKILL while it waited for work; out of memory?"):
+        list(steps)
+    assert time.monotonic() - began < 10
+    assert multiprocessing.active_children() == []
+
+
 def test_a_worker_that_ends_by_itself_is_told_too() -> None:
     with pytest.raises(DataError, match=r"data worker 1 \(process \d+\) ended with status 3 while it read sample 2 "):
         list(loader({2: lambda: os._exit(3)}))

@@ -191,6 +191,12 @@ def test_tokens_that_fit_only_over_rows_are_an_error() -> None:
         rope_index_2_5(ids, None, torch.tensor([[1, 4, 6]]), config("qwen2_5_vl"))
 
 
+def test_tokens_that_go_on_in_the_next_row_are_an_error() -> None:
+    ids = torch.tensor([[5, IMG, IMG], [IMG, IMG, 5]])
+    with pytest.raises(DataError, match="image 0 of the micro-batch needs 4 tokens in one run but row 0 has a run of 2 at column 1"):
+        rope_index_2_5(ids, None, torch.tensor([[1, 4, 4]]), config("qwen2_5_vl"))
+
+
 def test_qwen3_video_is_one_run_per_frame_group() -> None:
     """A video of 2 groups of 4 x 6 patches between timestamps: each run stands like an image, and the text between them tells the time."""
     group = [START, *[VIDEO] * 6, END]

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tangram.families.base import get_family
+from tangram.families.qwen2_vl.positions import mrope_positions
 from tests.families.test_positions import CLASSES, END, IMG, START, VIDEO, config, hf_positions
 
 TRIALS = 400
@@ -65,3 +66,12 @@ def test_images_and_videos_in_one_batch_stand_where_transformers_puts_them(famil
         assert torch.equal(ours[:, real], theirs[:, real]), (trial, rows)
         mixed += bool(images) and bool(videos)
     assert mixed > TRIALS // 3
+
+
+def test_times_of_long_videos_are_rounded_as_torch_rounds_them() -> None:
+    """In ``(torch.arange(frames) * time_interval).long()`` of transformers the product has 32 bits; with 64 some frames come one earlier or later."""
+    ids, mask, grids = torch.full((1, 400), VIDEO), torch.ones(1, 400, dtype=torch.long), torch.tensor([[400, 2, 2]])
+    model = config("qwen2_5_vl")
+    for step in (number / 97 * 1.7 for number in range(1, 600, 7)):
+        found = mrope_positions(ids, mask, None, model, grids, [step])
+        assert torch.equal(found[0, 0], (torch.arange(400) * step).long()), step

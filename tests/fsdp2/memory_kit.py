@@ -24,6 +24,14 @@ def recompute(*patterns: str, **plan: Any) -> dict[str, Any]:
     return {"recompute": True, "recompute_plan": {"apply_modules": list(patterns), **plan}}
 
 
+def offload(*patterns: str) -> dict[str, Any]:
+    return {"enable_activation_offload": True, "activation_offload_plan": {"apply_modules": list(patterns)}}
+
+
+def chunks(*patterns: str, **plan: Any) -> dict[str, Any]:
+    return {"enable_chunk_mbs": True, "chunkmbs_plan": {"apply_modules": list(patterns), **plan}}
+
+
 @contextmanager
 def counted_calls(model: nn.Module, part: str) -> Iterator[Counter[str]]:
     """How often each module whose path ends in ``part`` begins to run."""

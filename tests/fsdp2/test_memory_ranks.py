@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.fsdp2.memory_kit import BLOCKS, LAYERS, recompute
+from tests.fsdp2.memory_kit import BLOCKS, LAYERS, offload, recompute
 from tests.fsdp2.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_memory.py")
@@ -17,6 +17,8 @@ def test_two_ranks_have_the_gradients_of_a_run_without(tiny_hf: Callable[..., Pa
     both = recompute(*LAYERS, *BLOCKS)
     variants: dict[str, Any] = {
         "units": {"features": both},
+        "offload": {"features": offload(*LAYERS, *BLOCKS), "parallel": INNER},
+        "offload_and_recompute": {"features": both | offload(*LAYERS, *BLOCKS)},
         "reentrant": {"features": recompute(*LAYERS, *BLOCKS, use_reentrant=True)},
         "unit_within": {"features": both, "parallel": INNER},
         "unit_within_reentrant": {"features": recompute(*LAYERS, *BLOCKS, use_reentrant=True), "parallel": INNER},

@@ -113,6 +113,28 @@ def _takes_any(known: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
+class PackedSegments:
+    """Tells flash attention where packed samples lie, so that it need not find out from positions in every layer.
+
+    It goes in at the text model, past the vision tower, whose attention has segments of its own under the same names.
+    """
+
+    def __init__(self, text_model: nn.Module) -> None:
+        self._arguments: dict[str, Any] = {}
+        text_model.register_forward_pre_hook(self._add, with_kwargs=True)
+
+    def set(self, batch: Batch, device: torch.device) -> None:
+        """Before the forward pass of ``batch``, packed or not."""
+        ends: Tensor | None = batch.get("cu_seqlens_padded")
+        self._arguments = {}
+        if ends is not None:
+            there, longest = ends.to(device, torch.int32, non_blocking=True), int(ends.diff().max())
+            self._arguments = {"cu_seq_lens_q": there, "cu_seq_lens_k": there, "max_length_q": longest, "max_length_k": longest}
+
+    def _add(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, **self._arguments}
+
+
 def _positions(config: Any, batch: Batch) -> Tensor:
     """Positions ``[3, b, s]``, or ``[b, s]`` for a model without multimodal rotary positions. Packed samples see only themselves if the text's
     own positions, which begin anew with each, come first (``[4, b, s]``) and there is no mask; so transformers has it."""

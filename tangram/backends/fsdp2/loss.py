@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tangram.backends.fsdp2.head import HeadLoss
 from tangram.backends.fsdp2.inputs import Supervised
 from tangram.errors import ConfigError
 
@@ -20,8 +21,11 @@ class SupervisedLoss:
         self.asked = False
         """Called with the logits of the whole micro-batch."""
 
-    def __call__(self, logits: Tensor, labels: Tensor | None = None, vocab_size: int | None = None, **_: Any) -> Tensor:
-        """Args: ``logits`` [b, s, V]; the others are what transformers passes and are not needed."""
+    def __call__(self, logits: Tensor | HeadLoss, labels: Tensor | None = None, vocab_size: int | None = None, **_: Any) -> Tensor:
+        """Args: ``logits`` [b, s, V], or what a ``LossHead`` gives in their place; the others are what transformers passes and are not needed."""
+        if isinstance(logits, HeadLoss):
+            self.asked = True
+            return logits.loss
         if labels is None or logits.shape[:-1] != labels.shape:
             # Some classes flatten or cut what they pass; which positions these are cannot be known.
             return logits.sum() * 0

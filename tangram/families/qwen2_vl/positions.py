@@ -15,6 +15,7 @@ from tangram.config.model import ModelConfig
 from tangram.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 PAD_POSITION = 1
@@ -57,64 +58,69 @@ def mrope_positions(
     video_steps: Sequence[float] | None,
 ) -> torch.Tensor:
     """As ``rope_index``, with ``video_steps``: temporal positions per frame group of each video, whole or broken; None: one."""
+    import numpy as np
     import torch
 
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    # In numpy: the arrays are small, and a call costs torch several times as much as the work in it.
+    ids = input_ids.numpy(force=True)
+    real = np.ones_like(ids, dtype=np.bool_) if attention_mask is None else attention_mask.numpy(force=True) != 0
     merge = model.image_encoder.vision_encoder.spatial_merge_size if model.image_encoder else 1
-    advance = real.long()
-    offset = torch.zeros(3, *input_ids.shape, dtype=torch.long, device=input_ids.device)
+    advance = real.astype(np.int64)
+    offset = np.zeros((3, *ids.shape), dtype=np.int64)
     for kind, token_id, grids, steps in (
         ("image", model.img_context_token_id, image_grid_thw, None),
         ("video", model.video_token_id, video_grid_thw, video_steps),
     ):
-        spans = _spans(kind, (input_ids == token_id) & real, grids, merge)
+        spans = _spans(kind, (ids == token_id) & real, grids, merge)
         for index, (row, start, (frames, height, width)) in enumerate(spans):
-            cells = _cell_offsets(frames, height, width, 1 if steps is None else steps[index], input_ids.device)
-            stop = start + cells.shape[1]
-            offset[:, row, start:stop] = cells
+            stop = start + frames * height * width
+            times = _times(frames, 1 if steps is None else steps[index])
+            cells = offset[:, row, start:stop].reshape(3, frames, height, width)
+            cells[0], cells[1], cells[2] = times[:, None, None], np.arange(height)[:, None], np.arange(width)
             advance[row, start:stop] = 0
-            advance[row, stop - 1] = int(cells.max()) + 1
-    base = advance.cumsum(dim=-1) - advance
-    return (base + offset).masked_fill(~real, PAD_POSITION)
+            advance[row, stop - 1] = max(int(times.max()) + 1, height, width)
+    offset += advance.cumsum(axis=-1) - advance
+    np.copyto(offset, PAD_POSITION, where=~real)
+    return torch.from_numpy(offset).to(input_ids.device)
 
 
-def _cell_offsets(frames: int, height: int, width: int, step: float, device: torch.device) -> torch.Tensor:
-    """Time, row and column of every merged cell, ``[3, frames * height * width]``, from zero.
+def _times(frames: int, step: float) -> np.ndarray:
+    """Time of every frame group, from zero.
 
-    The time is multiplied out before it is cut to a whole number. (transformers 4.57 cuts the step first, so that steps below one put all
-    frames at the same time; 5.x and Qwen's own code do as here.)
+    It is multiplied out before it is cut to a whole number, in the precision that torch multiplies in. (transformers 4.57 cuts the step
+    first, so that steps below one put all frames at the same time; 5.x and Qwen's own code do as here.)
     """
-    import torch
+    import numpy as np
 
-    time = (torch.arange(frames, device=device) * step).long()
-    axes = torch.meshgrid(time, torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
-    return torch.stack(axes).reshape(3, -1)
+    return (np.arange(frames, dtype=np.float32) * np.float32(step)).astype(np.int64)
 
 
-def _spans(kind: str, is_media: torch.Tensor, grids: torch.Tensor | None, merge: int) -> list[tuple[int, int, tuple[int, int, int]]]:
+def _spans(kind: str, is_media: np.ndarray, grids: torch.Tensor | None, merge: int) -> list[tuple[int, int, tuple[int, int, int]]]:
     """Row, first column and merged grid of every image or video; ``is_media`` is ``[b, s]``.
 
     Raises:
         DataError: the tokens do not fit the grids.
     """
-    rows, columns = (axis.tolist() for axis in is_media.nonzero(as_tuple=True))
+    import numpy as np
+
+    places = is_media.ravel().nonzero()[0]
     merged = [(t, h // merge, w // merge) for t, h, w in (grids.tolist() if grids is not None else [])]
     needed = sum(t * h * w for t, h, w in merged)
-    if needed != len(rows):
+    if needed != len(places):
         raise DataError(
-            f"the micro-batch holds {len(rows)} {kind} tokens but its {len(merged)} {kind} grids need {needed}; "
+            f"the micro-batch holds {len(places)} {kind} tokens but its {len(merged)} {kind} grids need {needed}; "
             "a placeholder was cut or expanded for another size"
         )
-    spans, done = [], 0
+    spans, done, length = [], 0, is_media.shape[1]
     for index, (t, h, w) in enumerate(merged):
-        count = t * h * w
-        first, last = done, done + count - 1
-        if rows[first] != rows[last] or columns[last] - columns[first] != count - 1:
-            run = next(n for n in range(1, count) if rows[first + n] != rows[first] or columns[first + n] != columns[first] + n)
+        run = places[done : done + t * h * w]
+        row, column = divmod(int(run[0]), length)
+        if run[-1] - run[0] != len(run) - 1 or run[-1] // length != row:
+            breaks = (np.diff(run) != 1) | (run[1:] // length != row)
             raise DataError(
-                f"{kind} {index} of the micro-batch needs {count} tokens in one run but row {rows[first]} has a run of {run} "
-                f"at column {columns[first]}"
+                f"{kind} {index} of the micro-batch needs {len(run)} tokens in one run but row {row} has a run of {int(breaks.argmax()) + 1} "
+                f"at column {column}"
             )
-        spans.append((rows[first], columns[first], (t, h, w)))
-        done += count
+        spans.append((row, column, (t, h, w)))
+        done += len(run)
     return spans

@@ -34,7 +34,9 @@ class Recomputed(Wrapped):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
-            raise ConfigError(f"{self.path} is recomputed but was given past_key_values, which it would extend twice; the model must heed use_cache=False")
+            raise ConfigError(
+                f"{self.path} is recomputed but was given past_key_values, which it would extend twice; the model must heed use_cache=False"
+            )
         # Every tensor goes in by position: from these torch learns the device whose random state it keeps, and the reentrant kind
         # passes gradients to these alone.
         leaves, arguments = tree_flatten((args, kwargs), is_leaf=lambda value: type(value) not in _CONTAINERS)

@@ -29,7 +29,7 @@ class Wrapped:
 
     def install(self) -> None:
         """Let the module use it."""
-        self.module.forward = self  # type: ignore[method-assign, assignment]
+        self.module.forward = self
 
 
 def chosen(model: nn.Module, patterns: list[str], switch: tuple[str, bool], key: str) -> dict[str, nn.Module]:
