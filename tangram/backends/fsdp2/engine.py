@@ -211,7 +211,7 @@ class Fsdp2Engine:
             model.loss_function = own = SupervisedLoss(learnt)
             output = model(**arguments, labels=labels)
             # A class that computes its loss without asking for the function gives logits to compute ours from.
-            loss = output.loss if own.asked else own(logits_of(output, model), labels)
+            loss = output.loss if own.asked else own(logits_of(output, model, labels), labels)
         elif len(learnt.targets):
             output = model(**arguments, labels=labels)
             loss = output.loss * learnt.share
