@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepR
 from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.file_names import ModelFileNames
+from tangram.backends.fsdp2.head import chunked
 from tangram.backends.fsdp2.inputs import PackedSegments, Supervised, forward_arguments
 from tangram.backends.fsdp2.loss import SupervisedLoss, logits_of
 from tangram.backends.fsdp2.meshes import join
@@ -74,6 +76,9 @@ class Fsdp2Engine:
         self.vision = VisionBalance(self.module, self.meshes.device)
         flash = self.settings.model.attn_implementation.startswith("flash_attention")
         self._segments = PackedSegments(self.module.get_decoder()) if flash else None  # type: ignore[operator]
+        # Of a class that a plug-in brings nobody knows what else it does with labels.
+        known = run.model.config is not None and not chunked(self.settings.features)
+        self._keeps_logits = known and "logits_to_keep" in signature(self.module.forward).parameters
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.canonical_shapes = whole_shapes(self.module, run.model.config)
         placement = place_shards(self.module, self.topology, run.model.config)
@@ -212,6 +217,10 @@ class Fsdp2Engine:
         if routers:
             arguments["output_router_logits"] = True
         if self.run.training.loss_type != "raw":
+            if self._keeps_logits:
+                # The head is the widest layer of the model, and most positions have no label.
+                columns = learnt.head_columns()
+                arguments["logits_to_keep"], learnt, labels = columns, learnt.among(columns), labels[:, columns]
             model.loss_function = own = SupervisedLoss(learnt)
             output = model(**arguments, labels=labels)
             # A class that computes its loss without asking for the function gives logits to compute ours from.

@@ -72,6 +72,14 @@ class Supervised:
             denominator=self.denominator if counts else 0,
         )
 
+    def head_columns(self) -> Tensor:
+        """[k], ascending: the columns in which some row is learnt; one where none is, so that the head is part of every graph."""
+        return self.columns.unique() if self.columns.numel() else self.columns.new_zeros(1)
+
+    def among(self, columns: Tensor) -> Supervised:
+        """The same positions where logits ``[b, k, V]`` are those of ``columns`` alone."""
+        return replace(self, columns=torch.searchsorted(columns, self.columns))
+
 
 def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
     """Arguments of the model's forward; labels are not among them.
@@ -80,10 +88,12 @@ def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> d
     """
     known: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
-    names = [name for name in ("input_ids", *MEDIA, "second_per_grid_ts") if name in batch and name in known]
+    # A forward that only hands on what it gets names nothing; all is for what it hands to.
+    hands_on = "input_ids" not in known and _takes_any(known)
+    names = [name for name in ("input_ids", *MEDIA, "second_per_grid_ts") if name in batch and (name in known or hands_on)]
     names += _of_plugin(batch, known, type(model).__name__)
     tensors = {name: batch[name].to(device, non_blocking=True) for name in names}
-    if "pixel_values" in tensors and "image_grid_thw" in batch and "image_grid_thw" not in known:
+    if "pixel_values" in tensors and "image_grid_thw" in batch and "image_grid_thw" not in names:
         tensors["pixel_values"] = pictures(tensors["pixel_values"], batch["image_grid_thw"], config.vision_config.patch_size)
     if "position_ids" in batch:
         tensors["position_ids"] = _positions(config, batch).to(device, non_blocking=True)
