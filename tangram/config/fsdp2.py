@@ -233,6 +233,7 @@ class Fsdp2Training(Section):
     """Global batches of a validation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
     manual_gc_interval: int = Field(default=0, ge=0)
+    """Steps after which all ranks collect Python's garbage, which they do not by themselves then; 0: leave it to Python."""
     metrics_file: LocalPath | None = None
     plugin: Annotated[list[Plugin], BeforeValidator(_listed)] = []
     """Python files, folders, or dotted names of packages, imported first; they register models and datasets."""

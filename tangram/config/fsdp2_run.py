@@ -97,4 +97,6 @@ def training_of(config: Fsdp2Config, iterations: int | None = None) -> TrainingC
         num_workers=config.data.dataloader_param.num_workers,
         metrics_file=own.metrics_file,
         deterministic=own.use_deter_comp,
+        manual_gc=own.manual_gc_interval > 0,
+        manual_gc_interval=own.manual_gc_interval,
     )

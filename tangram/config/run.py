@@ -138,6 +138,11 @@ class TrainingConfig(Section):
     metrics_file: LocalPath | None = None
     """JSON-lines file that gets one record per step. None: metrics.jsonl in ``save``."""
     deterministic: bool = False
+    """Choose algorithms that give the same bits each time; see ``tangram.training.determinism``."""
+    manual_gc: bool = False
+    """Collect Python's garbage on all ranks at once, every ``manual_gc_interval`` steps and around validation, and never else."""
+    manual_gc_interval: int = Field(default=0, ge=0)
+    """Steps; 0: around validation alone."""
 
     @model_validator(mode="after")
     def _choices_fit(self) -> TrainingConfig:
@@ -147,6 +152,8 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} and gradient_accumulation_steps {self.gradient_accumulation_steps}: give one of them"
             )
+        if self.manual_gc_interval and not self.manual_gc:
+            raise ValueError(f"manual_gc_interval {self.manual_gc_interval} does nothing without manual_gc; give both, or neither")
         if self.lr_warmup_init > self.lr:
             raise ValueError(f"lr_warmup_init {self.lr_warmup_init} is larger than lr {self.lr}")
         if self.min_lr > self.lr:

@@ -52,8 +52,9 @@ class StaticProfile(StepRange):
 
     @property
     def npu_keys(self) -> list[str]:
-        """Those given of the keys that only an NPU heeds."""
-        return [key for key in ("level", "aic_metrics_type", "data_simplification", "analyse_flag") if key in self.model_fields_set]
+        """Those changed of the keys that only an NPU heeds."""
+        keys = ("level", "aic_metrics_type", "data_simplification", "analyse_flag")
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
 
 class Profile(ToolSection):

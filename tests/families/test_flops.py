@@ -24,6 +24,7 @@ from tangram.families.flops import ModelFlops, counts_of
 from tests.conftest import TinyHF
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
+PER_TOKEN = ("input_ids", "attention_mask", "labels", "position_ids")
 Names = Callable[[str], bool]
 FROZEN: dict[str, tuple[str, Names]] = {
     "tower": ("qwen3_vl", lambda name: not name.startswith("model.visual.") or "merger" in name),
@@ -49,7 +50,7 @@ def flops_of(hf: Path, trains: Names = everything) -> tuple[ModelFlops, ModelCon
     for row in micro_batches(batch, model, 1):
         # Padding is computed too: left off.
         real = int(row["attention_mask"].sum())
-        rows.append({key: value[..., :real] if key in ("input_ids", "attention_mask", "labels", "position_ids") else value for key, value in row.items()})
+        rows.append({key: value[..., :real] if key in PER_TOKEN else value for key, value in row.items()})
     return ModelFlops(model, table, lambda rule, name: trains(name)), model, rows
 
 
