@@ -71,13 +71,18 @@ def run_killed(action: Callable[[], None], seconds: float | None = None) -> int:
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 
 
+def concerns(event: str, arguments: tuple[object, ...], folder: Path) -> bool:
+    """Whether an audit event is an operation on a file or folder below ``folder``."""
+    return event in FILE_EVENTS and str(arguments[0]).startswith(str(folder))
+
+
 def die_at_event(number: int, folder: Path) -> None:
     """SIGKILL this process just before its ``number``-th operation on a file or folder below ``folder``."""
     seen = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
-        if event in FILE_EVENTS and str(arguments[0]).startswith(str(folder)):
+        if concerns(event, arguments, folder):
             seen += 1
             if seen == number:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -58,7 +58,17 @@ class Sharded(Section):
 
 
 def write_run_file(
-    folder: Path, sharded: Sharded, hf_dir: Path, family: str, *, dtype: str, micro_batch_size: int, seed: int, steps: int, lr: float, clip_grad: float
+    folder: Path,
+    sharded: Sharded,
+    hf_dir: Path,
+    family: str,
+    *,
+    dtype: str,
+    micro_batch_size: int,
+    seed: int,
+    steps: int,
+    lr: float,
+    clip_grad: float,
 ) -> None:
     """Write the run file of a comparison, on which ``sharded.settings`` are laid when it is read.
 

@@ -14,6 +14,7 @@ from tangram.placement.topology import Topology
 if TYPE_CHECKING:
     from tangram.checkpoints.dcp_rng import Generators
     from tangram.checkpoints.dcp_state import LocalChunk, OptimizerState
+    from tangram.checkpoints.hf_directory import HFDirectory
     from tangram.checkpoints.stored_types import StoredAs
     from tangram.config.run import RunConfig
 
@@ -111,6 +112,13 @@ class RunnableEngine(Engine, Protocol):
 
         Raises:
             ConfigError: nothing says how the model's weights are drawn.
+        """
+
+    def hf_directory(self, path: str) -> HFDirectory:
+        """The weights of a Hugging Face directory, by canonical name.
+
+        Raises:
+            ConfigError, CheckpointError: as ``HFDirectory``.
         """
 
     def weights_changed(self) -> None:

@@ -35,16 +35,19 @@ def run(args: argparse.Namespace) -> int:
     from tangram.checkpoints.dcp_reader import DCPReader
     from tangram.checkpoints.export import export_hf
     from tangram.config.sources import read_hf_config
-    from tangram.families import get_family
+    from tangram.families import has_family
     from tangram.families.plugins import load_plugins
+    from tangram.families.unknown import family_or_unknown
 
     load_plugins(args.plugin)
     reader = DCPReader(args.checkpoint)
     config = dict(reader.manifest.hf_config) or (read_hf_config(args.hf) if args.hf else {})
     if not config:
         raise CheckpointError(f"{reader.folder}: holds no Hugging Face config (the run had none); give a directory that has one with --hf")
-    dtype, family = getattr(torch, args.dtype) if args.dtype else None, get_family(reader.manifest.family)
-    check_whole(reader, family, config)
+    dtype, family = getattr(torch, args.dtype) if args.dtype else None, family_or_unknown(reader.manifest.family)
+    if has_family(family.name):
+        # Of a model of no family the checkpoint's own completeness, which it was saved with, is all there is to hold it against.
+        check_whole(reader, family, config)
     written = export_hf(reader, args.out, family, files_from=args.hf, hf_config=config, dtype=dtype)
     print(f"{args.out}: {len(reader.names())} tensors, {written} bytes, from step {reader.manifest.step} of {reader.folder}")
     return 0

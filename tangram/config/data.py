@@ -5,7 +5,7 @@ Other keys of the public files: see ``tangram.config.public_keys``.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -135,10 +135,23 @@ class DatasetAttr(Section):
 
 
 class DatasetParam(Section):
-    dataset_type: Literal["huggingface"] = "huggingface"
+    dataset_type: str = "huggingface"
+    """``huggingface``: the files that ``dataset`` names; else the id of a dataset that a plug-in of the fsdp2 backend registers."""
     preprocess_parameters: PreprocessParameters
     basic_parameters: BasicParameters
     attr: DatasetAttr = DatasetAttr()
+    own: dict[str, Any] = {}
+    """What the dataset of a plug-in reads besides."""
+
+    @property
+    def of_plugin(self) -> bool:
+        return self.dataset_type != "huggingface"
+
+    @model_validator(mode="after")
+    def _own_is_read(self) -> DatasetParam:
+        if self.own and not self.of_plugin:
+            raise ValueError(f"own {self.own} is for the dataset of a plug-in, and dataset_type is huggingface; remove it")
+        return self
 
 
 class CollateParam(Section):
@@ -167,6 +180,8 @@ class DataloaderParam(Section):
     """Deal a global batch's micro-batches out so that all data-parallel ranks have about as many patches."""
     prefetch_factor: int = Field(default=4, ge=1)
     """Micro-batches that each worker reads ahead."""
+    enable_preload: bool = False
+    """Read the next step's micro-batches in a thread while this one's run."""
     slow_sample_seconds: float = Field(default=60.0, gt=0)
     """A sample that takes longer is named in the log."""
     pin_memory: bool = False

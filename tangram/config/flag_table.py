@@ -107,8 +107,7 @@ WORKS: dict[str, Works] = {
     "--no-load-rng": Works("training.no_load_rng", const=True),
     "--num-workers": Works("training.num_workers", int, default=2),
     "--use-deter-comp": Works("training.deterministic", const=True),
-    "--manual-gc": Works("training.manual_gc", const=True, says="collect Python's garbage on all ranks at once"),
-    "--manual-gc-interval": Works("training.manual_gc_interval", int, says="steps; 0: around evaluation alone"),
+    "--manual-gc-interval": Works("training.manual_gc_interval", int, says="steps after which all ranks collect Python's garbage; 0: Python decides"),
     "--tensorboard-dir": Works("tools.tensorboard.log_dir", says="switches TensorBoard on"),
     "--wandb-project": Works("tools.wandb.project", says="switches Weights & Biases on"),
     "--wandb-exp-name": Works("tools.wandb.name"),
@@ -132,6 +131,7 @@ CHECKED: dict[str, Checked] = {
     "--use-fused-rmsnorm": Checked("text_decoder has normalization RMSNorm", switch=True),
     "--group-query-attention": Checked("text_decoder has num_query_groups < num_attention_heads", switch=True),
     "--tokenizer-type": Checked("NullTokenizer; data.json names the tokenizer"),
+    "--manual-gc": Checked("--manual-gc-interval of 1 or more", switch=True),
     "--ckpt-format": Checked("torch_dist; training checkpoints are torch.distributed.checkpoint directories"),
 }
 

@@ -179,6 +179,8 @@ def _compare(namespace: argparse.Namespace, model: ModelConfig) -> None:
     for name, (holds, own) in facts.items():
         if _value(namespace, name) and not holds:
             raise ConfigError(f"flags: {name} does not agree with model.json, whose text_decoder has {own}; correct it or remove the flag")
+    if namespace.manual_gc and not namespace.manual_gc_interval:
+        raise ConfigError("flags: --manual-gc needs --manual-gc-interval, steps after which garbage is collected; give it, or remove --manual-gc")
     for name, only in (("--tokenizer-type", "NullTokenizer"), ("--ckpt-format", "torch_dist")):
         given = _value(namespace, name)
         if given not in (None, only):

@@ -75,7 +75,6 @@ class EpPlan(Section):
     apply_efsdp_modules: Patterns = []
     """Expert modules that are sharded over the ranks that hold the same experts; none given: ``apply_modules``."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    use_npu_fused_ops: bool = True
 
 
 class Fsdp2Parallel(Section):
@@ -227,13 +226,15 @@ class Fsdp2Training(Section):
     no_save_optim: bool = False
     no_save_rng: bool = False
     log_interval: int = Field(default=1, ge=1)
+    log_tps: bool = False
+    """Write tokens per sample to the log line."""
     val_interval: int = Field(default=0, ge=0)
     """Steps after which validation data are read; 0: never."""
     val_iters: int | None = Field(default=None, ge=1)
     """Global batches of a validation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
     manual_gc_interval: int = Field(default=0, ge=0)
-    """Steps after which all ranks collect Python's garbage, which they do not by themselves then; 0: leave it to Python."""
+    """Steps after which all ranks collect garbage together; 0: Python does when it likes."""
     metrics_file: LocalPath | None = None
     plugin: Annotated[list[Plugin], BeforeValidator(_listed)] = []
     """Python files, folders, or dotted names of packages, imported first; they register models and datasets."""
@@ -251,9 +252,6 @@ class Fsdp2Training(Section):
                 raise ValueError(f"{name} {value:g} is larger than lr {self.lr:g}; lower it")
         if self.val_iters is not None and not self.val_interval:
             raise ValueError(f"val_iters {self.val_iters} does nothing without val_interval; give both, or neither")
-        for name, given in (("save_interval", self.save_interval), ("save_hf_interval", self.save_hf_interval)):
-            if given is not None and self.save is None:
-                raise ValueError(f"{name} {given} needs save, the folder to write to")
         if self.load is not None and self.random_init:
             raise ValueError(f"random_init is true, but load names weights ({self.load}); remove one of them")
         return self

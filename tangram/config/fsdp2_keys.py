@@ -23,7 +23,10 @@ FSDP2: dict[Path, dict[str, Entry]] = {
         "tp_plan": NoEffect("layers are not split over ranks; use backend megatron"),
         "ring_attention_size": Only((1,), "samples are shared out over ranks by parallel.ulysses_parallel_size"),
     },
-    ("parallel", "ep_plan"): {"_gradient_divide_factor": NoEffect("gradients are exact sums")},
+    ("parallel", "ep_plan"): {
+        "_gradient_divide_factor": NoEffect("gradients are exact sums"),
+        "use_npu_fused_ops": NoEffect("the platform chooses its operators"),
+    },
     ("model",): {
         "mtp_num_layers": Only((0, None), "multi-token prediction is not supported"),
         "mtp_loss_scaling_factor": NoEffect("multi-token prediction is not supported"),

@@ -184,6 +184,8 @@ class TextDecoderConfig(RecomputeKeys):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
     freeze: bool = False
+    loss_chunk_size: int | None = Field(default=None, ge=1)
+    """Supervised tokens that reach the output layer at a time; None: all of a micro-batch at once."""
     pipeline_num_layers: LayerList | None = None
 
     @property

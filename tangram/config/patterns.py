@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tangram.errors import ConfigError, suggest
 
 _PART = re.compile(r"\{[^{}]*\}?|\*|\?|[^{*?]+|.")
+_NUMBER = "([0-9]+)"
 
 
 class Pattern:
@@ -34,7 +35,7 @@ class Pattern:
         if not text:
             raise ConfigError("a pattern is empty; give the path of a module, such as model.language_model.layers.{*}")
         self._ranges: list[range | None] = []
-        self._regex = re.compile("".join(map(self._translate, _PART.findall(text))))
+        self._regex = re.compile("".join(map(self._translate, _PART.findall(text))), re.DOTALL)
 
     def _translate(self, part: str) -> str:
         if part == "*":
@@ -48,15 +49,15 @@ class Pattern:
         inside = part[1:-1] if part.endswith("}") else None
         if inside == "*":
             self._ranges.append(None)
-            return r"(\d+)"
-        ends = re.fullmatch(r"(\d+)-(\d+)", inside or "")
+            return _NUMBER
+        ends = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", inside or "")
         if ends is None:
             raise ConfigError(f"pattern {self.text!r}: {part!r} is neither {{*}} nor a range such as {{0-11}}; correct it")
         first, last = map(int, ends.groups())
         if first > last:
             raise ConfigError(f"pattern {self.text!r}: the range {part} ends before it begins; write {{{last}-{first}}}")
         self._ranges.append(range(first, last + 1))
-        return r"(\d+)"
+        return _NUMBER
 
     def matches(self, path: str) -> bool:
         """Whether the pattern covers the whole of ``path``."""

@@ -97,7 +97,7 @@ def batch(subject: Subject) -> str:
     budget = subject.run.data.dataloader_param.token_budget
     if budget is not None:
         return f"micro-batches of up to {budget} tokens"
-    shown = f"{micro} x DP {subject.data_parallel or '?'} x {steps} micro-batches"
+    shown = f"{micro} x DP {subject.data_parallel or '(not known yet)'} x {steps} micro-batches"
     return shown if subject.global_batch is None else f"{subject.global_batch} samples = {shown}"
 
 
@@ -129,7 +129,7 @@ def schedule(subject: Subject) -> str:
         if subject.data_parallel is None:
             return f"{own.train_epochs} epochs, {own.lr_decay_style}, lr {own.lr:g} to {own.lr_min:g}"
         iterations = steps_of_epochs(subject.run, own.train_epochs, subject.data_parallel)
-    training = training_of(_of(subject).settings, iterations)
+    training = training_of(_of(subject).settings, iterations=iterations)
     if training.lr_warmup_iters and training.lr_warmup_iters >= (training.lr_decay_iters or training.train_iters):
         raise ConfigError(
             f"training.lr_warmup_ratio {own.lr_warmup_ratio:g} of {training.train_iters} steps is {training.lr_warmup_iters}, but the rate has "
@@ -179,6 +179,8 @@ def memory(subject: Subject) -> str:
 
 def evaluation(subject: Subject) -> str:
     own, data = _of(subject).settings.training, subject.run.data.dataset_param.basic_parameters
+    if subject.run.data.dataset_param.of_plugin:
+        return f"every {own.val_interval} steps, if the plug-in gives validation data" if own.val_interval else "off"
     if own.val_interval and data.val_dataset is None and data.val_rate is None:
         raise ConfigError(
             f"training.val_interval {own.val_interval} needs basic_parameters.val_dataset or val_rate; give one, or set val_interval to 0"
@@ -224,6 +226,28 @@ def _if_described(rule: Rule) -> Rule:
     return applied
 
 
+def _built_in(rule: Rule) -> Rule:
+    """Rules about what the built-in data read."""
+
+    def applied(subject: Subject) -> str:
+        return "left to the plug-in" if subject.run.data.dataset_param.of_plugin else rule(subject)
+
+    return applied
+
+
+def dataset(subject: Subject) -> str:
+    if subject.run.data.dataset_param.of_plugin:
+        from tangram.data.own import check_own
+
+        return check_own(subject.run)
+    if _of(subject).family_model is None:
+        raise ConfigError(
+            f"{subject.run.model.hf_dir}: the model is of no registered family, so the built-in data know neither its template nor its pictures; "
+            "give data of your own (data.dataset_param.dataset_type, docs/bring-a-hf-model.md), or register a family (docs/bring-a-model.md)"
+        )
+    return "built-in"
+
+
 def _of(subject: Subject) -> Fsdp2Subject:
     assert isinstance(subject, Fsdp2Subject)
     return subject
@@ -243,8 +267,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("evaluation", evaluation),
     ("weights", weights),
     ("Hugging Face config", _if_described(reference)),
-    ("tokenizer", tokenizer),
-    ("samples", _if_described(samples)),
+    ("dataset", dataset),
+    ("tokenizer", _built_in(tokenizer)),
+    ("samples", _built_in(_if_described(samples))),
     ("save folder", save_folder),
     ("tools", tools),
 )
@@ -274,7 +299,7 @@ def split_lines(subject: Subject) -> list[str]:
     if subject.data_parallel is None or subject.world_size is None:
         return []
     replicate, shard, ulysses = sizes(parallel, subject.world_size)
-    lines = [f"weights: {replicate} x ({shard * ulysses} ranks share one copy)"]
+    lines = [f"weights: {replicate} {'copy' if replicate == 1 else 'copies'}, each shared by {shard * ulysses} ranks"]
     if ulysses > 1:
         lines.append(f"samples: {ulysses} ranks share the tokens of each")
     if parallel.expert_parallel_size > 1:

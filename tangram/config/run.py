@@ -74,11 +74,21 @@ class ModelSource(Section):
 
 
 class FeaturesConfig(RecomputeKeys):
-    """Freezing and recomputation of the assembled model; None leaves what model.json says."""
+    """Freezing, recomputation and loss of the assembled model; None leaves what model.json says."""
 
     freeze_vision_encoder: bool | None = None
     freeze_vision_projector: bool | None = None
     freeze_text_decoder: bool | None = None
+    enable_chunk_loss: bool | None = None
+    """Compute the loss for ``chunk_size`` supervised tokens of a micro-batch at a time; as ``loss_chunk_size`` in model.json."""
+    chunk_size: int | None = Field(default=None, ge=1)
+    """None: 1024."""
+
+    @model_validator(mode="after")
+    def _chunks_are_switched_on(self) -> FeaturesConfig:
+        if self.chunk_size is not None and not self.enable_chunk_loss:
+            raise ValueError(f"chunk_size {self.chunk_size} has no effect while enable_chunk_loss is off; set enable_chunk_loss, or remove it")
+        return self
 
 
 class TrainingConfig(Section):
@@ -134,15 +144,13 @@ class TrainingConfig(Section):
     no_save_rng: bool = False
     no_load_optim: bool = False
     no_load_rng: bool = False
+    manual_gc_interval: int = Field(default=0, ge=0)
+    """Steps after which all ranks collect garbage together; 0: Python does when it likes."""
     num_workers: int = Field(default=0, ge=0)
     metrics_file: LocalPath | None = None
     """JSON-lines file that gets one record per step. None: metrics.jsonl in ``save``."""
     deterministic: bool = False
     """Choose algorithms that give the same bits each time; see ``tangram.training.determinism``."""
-    manual_gc: bool = False
-    """Collect Python's garbage on all ranks at once, every ``manual_gc_interval`` steps and around validation, and never else."""
-    manual_gc_interval: int = Field(default=0, ge=0)
-    """Steps; 0: around validation alone."""
 
     @model_validator(mode="after")
     def _choices_fit(self) -> TrainingConfig:
@@ -152,8 +160,6 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} and gradient_accumulation_steps {self.gradient_accumulation_steps}: give one of them"
             )
-        if self.manual_gc_interval and not self.manual_gc:
-            raise ValueError(f"manual_gc_interval {self.manual_gc_interval} does nothing without manual_gc; give both, or neither")
         if self.lr_warmup_init > self.lr:
             raise ValueError(f"lr_warmup_init {self.lr_warmup_init} is larger than lr {self.lr}")
         if self.min_lr > self.lr:
@@ -191,6 +197,16 @@ class RunConfig(Section):
     tools: ToolsConfig = ToolsConfig()
     fsdp2: Fsdp2Config | None = None
     """The run file of the fsdp2 backend, which all else here was made from."""
+
+    @model_validator(mode="after")
+    def _datasets_of_plugins(self) -> RunConfig:
+        kind = self.data.dataset_param.dataset_type
+        if self.data.dataset_param.of_plugin and self.backend != "fsdp2":
+            raise ValueError(
+                f"data.dataset_param.dataset_type {kind!r}: datasets of plug-ins are of the fsdp2 backend; write huggingface, or give an entry "
+                "script of your own (docs/bring-a-model.md)"
+            )
+        return self
 
     @property
     def described(self) -> ModelConfig:
@@ -261,7 +277,10 @@ class RunConfig(Section):
         def component(section: Section, freeze: bool | None, extra: dict[str, object]) -> Section:
             return section.model_copy(update=extra if freeze is None else {**extra, "freeze": freeze})
 
-        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, recompute)}
+        loss: dict[str, object] = {}
+        if features.enable_chunk_loss is not None:
+            loss["loss_chunk_size"] = (features.chunk_size or 1024) if features.enable_chunk_loss else None
+        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, {**recompute, **loss})}
         if model.image_encoder is not None:
             parts = {
                 "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, recompute),

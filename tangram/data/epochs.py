@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tangram.config.run import RunConfig
 from tangram.data.build import build_dataset, global_batch_size
+from tangram.data.own import own_datasets
 from tangram.errors import ConfigError, DataError
 
 
@@ -13,6 +14,8 @@ def check_epochs(run: RunConfig) -> None:
     Raises:
         ConfigError: streaming, or packing.
     """
+    if run.data.dataset_param.of_plugin:
+        return
     basic = run.data.dataset_param.basic_parameters
     if basic.streaming:
         raise ConfigError("training.train_epochs needs the length of the dataset, and basic_parameters.streaming does not look; give train_iters")
@@ -32,7 +35,7 @@ def steps_of_epochs(run: RunConfig, epochs: int, data_parallel_size: int) -> int
         DataError: an epoch has too few samples for a global batch.
     """
     check_epochs(run)
-    samples, batch = len(build_dataset(run)), global_batch_size(run, data_parallel_size)
+    samples, batch = len(own_datasets(run)[0] if run.data.dataset_param.of_plugin else build_dataset(run)), global_batch_size(run, data_parallel_size)
     tail = run.data.dataloader_param.tail_policy
     steps = {"drop": epochs * (samples // batch), "pad": epochs * -(-samples // batch), "continue": epochs * samples // batch}[tail]
     if not steps:

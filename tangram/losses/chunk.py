@@ -7,7 +7,7 @@ adds up is added up in fp32 here, and each token has a weight of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,14 +50,11 @@ def chunked_loss(
     size, rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
     vocab_size = weight.shape[0] * size if vocab_size is None else vocab_size
     _check(hidden, weight, targets, token_weights, chunk_size, bias, vocab_size)
-    first = rank * weight.shape[0]
-    real = min(max(vocab_size - first, 0), weight.shape[0])
-    return _ChunkedLoss.apply(hidden, weight, bias, targets, token_weights, chunk_size, first, real, tp_group, torch.is_grad_enabled())
+    split = _Split(chunk_size, rank * weight.shape[0], vocab_size, tp_group)
+    return _ChunkedLoss.apply(hidden, weight, bias, targets, token_weights, split, torch.is_grad_enabled())
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, chunk_size: int, bias: Tensor | None, vocab_size: int
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, chunk_size: int, bias: Tensor | None, vocab_size: int) -> None:
     if isinstance(weight, DTensor) or isinstance(bias, DTensor):
         raise ConfigError("the head's weight is a shard outside of the head's forward; call the head module, so that FSDP gathers it")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -78,58 +75,114 @@ def _check(
             raise ConfigError(f"targets reach from {low} to {high}, the vocabulary has {vocab_size} entries; leave ignored positions out")
 
 
+def chunked_token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_size: int,
+    *,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Cross-entropy of each token, [n], as ``vocab_parallel_token_losses`` of the whole logits, for loss functions that want them one by one.
+
+    The gradients of their sum are computed with them, which serves every loss function that weighs all tokens alike. Where the backward
+    pass finds other weights it computes them once more, which costs another forward pass of the head.
+
+    Args and Raises: as ``chunked_loss``.
+    """
+    size, rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
+    vocab_size = weight.shape[0] * size if vocab_size is None else vocab_size
+    ones = torch.ones_like(targets, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    _check(hidden, weight, targets, ones, chunk_size, None, vocab_size)
+    split = _Split(chunk_size, rank * weight.shape[0], vocab_size, tp_group)
+    return _TokenLosses.apply(hidden, weight, targets, ones, split, torch.is_grad_enabled())
+
+
+class _Split(NamedTuple):
+    """How tokens and vocabulary are cut; ``first`` is the id of the weight's first row."""
+
+    chunk_size: int
+    first: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        token_weights: Tensor,
-        chunk_size: int,
-        first: int,
-        real: int,
-        group: dist.ProcessGroup | None,
-        learning: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, token_weights: Tensor, split: _Split, learning: bool
     ) -> Tensor:
-        sums = torch.promote_types(hidden.dtype, torch.float32)
-        count, needed = hidden.shape[0], [learning and wanted for wanted in ctx.needs_input_grad[:3]]
-        token_weights, unit = _split_off_unit(token_weights.to(sums))
-        held = weight[:real]
-        gradients = _Gradients(hidden, weight, held, needed, sums)
-        logits = hidden.new_empty(min(chunk_size, count), real)
-        # For fp32 logits one buffer is both.
-        scores = logits if logits.dtype == sums else torch.empty_like(logits, dtype=sums)
-        losses = torch.empty(count, dtype=sums, device=hidden.device)
-        for start in range(0, count, chunk_size):
-            part = slice(start, min(start + chunk_size, count))
-            rows = part.stop - part.start
-            _project(hidden[part], held, None if bias is None else bias[:real], out=logits[:rows])
-            if scores is not logits:
-                scores[:rows].copy_(logits[:rows])
-            losses[part], totals, places, inside = _exponentials(scores[:rows], targets[part], first, group)
-            if any(needed):
-                # What is left in the buffer, times weight / total, is the gradient of the logits. That factor goes to the narrow side of the products
-                # below, which saves passes over the buffer; in 16 bits only the weight does, for exponentials and totals may lie far apart.
-                if real:
-                    scores[:rows].scatter_add_(1, places[:, None], -(totals * inside)[:, None])
-                factor = token_weights[part]
-                if scores is logits:
-                    factor = factor / totals
-                else:
-                    logits[:rows].copy_(scores[:rows].div_(totals[:, None]))
-                gradients.add(part, logits[:rows], scores[:rows], factor)
-        ctx.gradients, ctx.unit = gradients, unit
-        return (losses * token_weights).sum() * unit
+        needed = [learning and wanted for wanted in ctx.needs_input_grad[:3]]
+        losses, ctx.gradients = _run(hidden, weight, bias, targets, token_weights, split, needed)
+        return (losses * token_weights).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the gradients of this chunked loss were handed out already; run the forward pass again")
-        gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.finished(grad * ctx.unit), *[None] * 7)
+        return (*_take(ctx).finished(grad), *[None] * 4)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ones: Tensor, split: _Split, learning: bool) -> Tensor:
+        ctx.needed = [*(learning and wanted for wanted in ctx.needs_input_grad[:2]), False]
+        losses, ctx.gradients = _run(hidden, weight, None, targets, ones, split, ctx.needed)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.split = split
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        gradients, factor = _take(ctx), grad[:1].sum()
+        if not torch.equal(grad, factor.expand_as(grad)):
+            del gradients
+            _, gradients = _run(hidden, weight, None, targets, grad, ctx.split, ctx.needed)
+            factor = torch.ones_like(factor)
+        return (*gradients.finished(factor), None, None, None)
+
+
+def _take(ctx: Any) -> _Gradients:
+    if ctx.gradients is None:
+        raise RuntimeError("the gradients of this chunked loss were handed out already; run the forward pass again")
+    gradients, ctx.gradients = ctx.gradients, None
+    return gradients
+
+
+def _run(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, token_weights: Tensor, split: _Split, needed: list[bool]
+) -> tuple[Tensor, _Gradients]:
+    """The loss of each token, and the gradients of the weighted sum as far as they are ``needed`` (of hidden, weight, bias)."""
+    sums = torch.promote_types(hidden.dtype, torch.float32)
+    count, real = hidden.shape[0], min(max(split.vocab_size - split.first, 0), weight.shape[0])
+    token_weights, unit = _split_off_unit(token_weights.to(sums))
+    held = weight[:real]
+    gradients = _Gradients(hidden, weight, held, needed, sums, unit)
+    logits = hidden.new_empty(min(split.chunk_size, count), real)
+    # For fp32 logits one buffer is both.
+    scores = logits if logits.dtype == sums else torch.empty_like(logits, dtype=sums)
+    losses = torch.empty(count, dtype=sums, device=hidden.device)
+    for start in range(0, count, split.chunk_size):
+        part = slice(start, min(start + split.chunk_size, count))
+        rows = part.stop - part.start
+        _project(hidden[part], held, None if bias is None else bias[:real], out=logits[:rows])
+        if scores is not logits:
+            scores[:rows].copy_(logits[:rows])
+        losses[part], totals, places, inside = _exponentials(scores[:rows], targets[part], split.first, split.group)
+        if any(needed):
+            # What is left in the buffer, times weight / total, is the gradient of the logits. That factor goes to the narrow side of the products
+            # below, which saves passes over the buffer; in 16 bits only the weight does, for exponentials and totals may lie far apart.
+            if real:
+                scores[:rows].scatter_add_(1, places[:, None], -(totals * inside)[:, None])
+            factor = token_weights[part]
+            if scores is logits:
+                factor = factor / totals
+            else:
+                logits[:rows].copy_(scores[:rows].div_(totals[:, None]))
+            gradients.add(part, logits[:rows], scores[:rows], factor)
+    return losses, gradients
 
 
 class _Gradients:
@@ -139,10 +192,11 @@ class _Gradients:
         held: rows of the weight that are no padding.
         needed: which of hidden, weight and bias have a gradient.
         sums: type of what is summed.
+        unit: what the factors of ``add`` were divided by.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, held: Tensor, needed: list[bool], sums: torch.dtype) -> None:
-        self._states, self._held, self._dtype = hidden, held, hidden.dtype
+    def __init__(self, hidden: Tensor, weight: Tensor, held: Tensor, needed: list[bool], sums: torch.dtype, unit: Tensor) -> None:
+        self._states, self._held, self._unit = hidden, held, unit
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=sums) if needed[1] else None
         self.bias = torch.zeros_like(weight[:, 0], dtype=sums) if needed[2] else None
@@ -164,8 +218,9 @@ class _Gradients:
 
     def finished(self, factor: Tensor) -> tuple[Tensor | None, ...]:
         """All of them times ``factor``, in the inputs' type."""
+        factor, dtype = factor * self._unit, self._states.dtype
         return tuple(
-            None if found is None else found.to(factor.dtype).mul_(factor).to(self._dtype) for found in (self.hidden, self.weight, self.bias)
+            None if found is None else found.to(factor.dtype).mul_(factor).to(dtype) for found in (self.hidden, self.weight, self.bias)
         )
 
 

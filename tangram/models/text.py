@@ -5,10 +5,12 @@ from __future__ import annotations
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from tangram.config.model import TextDecoderConfig
+from tangram.losses.chunk import chunked_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.norms import NORMS
@@ -45,7 +47,7 @@ class TextDecoder(MegatronModule):
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=get_model_config(section, options))
-        self.section = section
+        self.section, self.tp_group = section, groups.tp
         self.pre_process, self.post_process, self.shares_weight = first, last, shares_weight
         if first:
             self.embedding = LanguageModelEmbedding(
@@ -86,6 +88,13 @@ class TextDecoder(MegatronModule):
         angles = text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section)
         hidden = self.decoder(hidden, angles, [plan] * len(self.decoder.numbers))
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
+
+    def chunked_losses(self, hidden: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
+        """Cross-entropy of each token, fp32 [n], from hidden states [n, h], without logits of them all. See ``chunked_token_losses``."""
+        weight = self.word_embeddings if self.shares_weight else self.output_layer.weight
+        # As in the output layer's own forward: the gradient of the hidden states is summed over the parts of the vocabulary.
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return chunked_token_losses(hidden, weight, targets, chunk_size, vocab_size=self.section.vocab_size, tp_group=self.tp_group)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits over this rank's part of the padded vocabulary: [..., h] -> [..., padded_vocab / TP]."""

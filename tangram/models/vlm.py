@@ -209,9 +209,11 @@ class VLMModel(MegatronModule):
 
     def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None) -> dict[str, Tensor]:
         rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
-        logits = self.text_decoder.project(hidden[positions, rows])
-        targets = labels[rows, positions + 1]
-        losses = vocab_parallel_token_losses(logits, targets, self.model.text_decoder.vocab_size, self.tp_group)
+        section, targets, hidden = self.model.text_decoder, labels[rows, positions + 1], hidden[positions, rows]
+        if section.loss_chunk_size is None:
+            losses = vocab_parallel_token_losses(self.text_decoder.project(hidden), targets, section.vocab_size, self.tp_group)
+        else:
+            losses = self.text_decoder.chunked_losses(hidden, targets, section.loss_chunk_size)
         samples = rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
         return {"token_losses": losses, "samples": samples}
 

@@ -31,8 +31,11 @@ from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
 from tangram.data.epochs import steps_of_epochs
+from tangram.data.own import own_datasets, own_loader
+from tangram.data.preload import Preloaded
 from tangram.errors import ConfigError
 from tangram.families import Family, get_family
+from tangram.families.unknown import unknown_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
 from tangram.training.determinism import make_deterministic
@@ -109,7 +112,7 @@ def _with_counted_epochs(run: RunConfig, world_size: int) -> RunConfig:
     replicate, shard, _ = sizes(run.fsdp2.parallel, world_size)
     iterations = steps_of_epochs(run, epochs, replicate * shard)
     LOGGER.info("%d epochs are %d steps", epochs, iterations)
-    return run.model_copy(update={"training": training_of(run.fsdp2, iterations)})
+    return run.model_copy(update={"training": training_of(run.fsdp2, iterations=iterations)})
 
 
 def build_engine(run: RunConfig, callbacks: Callbacks | None = None) -> RunnableEngine:
@@ -146,7 +149,8 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: D
 def _clear_the_way(run: RunConfig, progress: Progress) -> None:
     """Remove what earlier runs left that this one makes anew, before any rank looks for it."""
     if dist.get_rank() == 0:
-        forget_caches(run, _family(run))
+        if not run.data.dataset_param.of_plugin:
+            forget_caches(run, _family(run))
         if progress.consumed_samples == 0:
             bad_sample_report(run).start_anew()
     if dist.get_world_size() > 1:
@@ -164,7 +168,7 @@ def _loop(
 ) -> Progress:
     training, rank = run.training, dist.get_rank()
     folder = Path(training.save) if training.save else None
-    known = {"model": description(run.described)}
+    known = {"model": description(run.model.config)} if run.model.config is not None else {}
     export = _hf_saves(engine, manager, run) if folder is not None and (training.save_hf_interval or training.save_format == "hf") else None
     if folder is not None and rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,17 +285,31 @@ def _report_memory(rank: int, step: int) -> None:
 def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps] | None, None]:
     """The data that the run's data.json names; it never ends, so the sample counts are not needed."""
     context = get_context()
+    if context.run.data.dataset_param.of_plugin:
+        return _own_datasets(context)
     family = _family(context.run)
 
     def loader(split: str, consumed: int) -> Steps:
         place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
-        return build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank)
+        steps: Steps = build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank)
+        return Preloaded(steps) if context.run.data.dataloader_param.enable_preload and split == "train" else steps
 
     return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_validation(context.run) else None, None
 
 
+def _own_datasets(context: Context) -> tuple[Steps, Callable[[], Steps] | None, None]:
+    run, place = context.run, (context.data_rank, context.data_size)
+    _, valid = own_datasets(run)
+    fresh = (lambda: own_loader(run, *place, split="valid")) if valid is not None and run.training.eval_interval else None
+    return own_loader(run, *place, context.consumed_samples), fresh, None
+
+
 def _family(run: RunConfig) -> Family:
-    return get_family(run.described.model_id)
+    """The model's family, or one that knows no more than its name."""
+    if run.model.config is None:
+        assert run.model.hf_dir is not None
+        return unknown_family(str(read_hf_config(run.model.hf_dir)["model_type"]))
+    return get_family(run.model.config.model_id)
 
 
 def _manager(engine: RunnableEngine, run: RunConfig, batch: int) -> CheckpointManager:

@@ -11,6 +11,7 @@ from tangram.config.run import RunConfig
 from tangram.data.cache_key import file_hash
 from tangram.data.choice import GROUPING, cutoff
 from tangram.data.content import content_hash
+from tangram.data.own import own_fingerprint
 
 
 def tokenizer_hash(run: RunConfig) -> str:
@@ -29,6 +30,9 @@ def dataset_fingerprint(run: RunConfig, batch: int) -> str:
 
     The seed, the tokenizer and the model are compared on their own. Settings that only decide which rank or micro-batch takes a sample are left out.
     """
+    if run.data.dataset_param.of_plugin:
+        loading = run.data.dataloader_param
+        return f"{own_fingerprint(run)}, global_batch_size {batch}, shuffle {loading.shuffle}, tail {loading.tail_policy}"
     settings = {"global_batch_size": batch, "shuffle": run.data.dataloader_param.shuffle, "tail": run.data.dataloader_param.tail_policy}
     settings |= {key: value for key, value in _others(run).items() if value is not None}
     return f"sha256:{content_hash(run.data.dataset_param)} with {', '.join(f'{key} {value}' for key, value in settings.items())}"

@@ -19,7 +19,7 @@ from tangram.data.sampler import PADDING
 from tangram.data.source import SKIPPED
 from tangram.errors import DataError
 from tangram.platform import current
-from tangram.training.collector import Collector
+from tangram.training.collection import GarbageCollection
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord, log_line
@@ -148,9 +148,10 @@ class Loop:
         steps = iter(self.steps)
         if first >= training.train_iters:
             LOGGER.info("nothing to do: step %d of %d is done", first, training.train_iters)
-        with StopRequest() as request, Collector(training.manual_gc, training.manual_gc_interval) as collector:
+        with StopRequest() as request, GarbageCollection(training.manual_gc_interval) as garbage:
             while progress.step < training.train_iters:
                 record, stop = self._step(steps, rate(progress.updates), request)
+                garbage.step(progress.step)
                 pending.append(record)
                 exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
                 self._log(pending, last=stop or exits or progress.step == training.train_iters)
@@ -159,14 +160,13 @@ class Loop:
                 if progress.step == first + 1 and self.after_first_step is not None:
                     self.after_first_step(progress.step)
                 if training.eval_interval and progress.step % training.eval_interval == 0:
-                    collector.validation()
+                    garbage.collect()
                     record = replace(record, valid_loss=self._validate())
-                    collector.validation()
+                    garbage.collect()
                 self._keep(record)
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
                 self._export()
-                collector.step(progress.step)
                 if stop or exits:
                     LOGGER.info("stopping after step %d: %s", progress.step, "SIGTERM" if stop else f"exit_interval {training.exit_interval}")
                     break
@@ -257,8 +257,9 @@ class Loop:
 
     def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
         """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
-        masks = [batch["attention_mask"] for batch in micro_batches]
-        ids = [sample for batch in micro_batches for sample in batch.get("sample_ids", range(len(batch["attention_mask"])))]
+        # Data of a plug-in may leave the mask out where all tokens are real.
+        masks = [batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["labels"]) for batch in micro_batches]
+        ids = [sample for batch in micro_batches for sample in batch.get("sample_ids", range(len(batch["labels"])))]
         empty = sum(sample == PADDING for sample in ids)
         tokens, padded = (sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel))
         skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tangram.backends.engine import RunnableEngine
-from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.kinds import kind_of_weights
 from tangram.checkpoints.load_hf import load_hf
 from tangram.checkpoints.manager import CheckpointManager
@@ -44,7 +41,7 @@ def put_weights(engine: RunnableEngine, manager: CheckpointManager) -> Progress:
     if kind == "Hugging Face directory":
         if described is not None:
             compare_with_hf(described, run.model.load)
-        with_hf = HFDirectory(Path(run.model.load))
+        with_hf = engine.hf_directory(run.model.load)
         report = load_hf(with_hf, placements, parameters, cast=run.model.cast_weights, shapes=engine.canonical_shapes)
     else:
         directory, cast = MMDirectory(run.model.load), run.model.cast_weights

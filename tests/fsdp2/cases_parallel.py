@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tangram.align.batch import micro_batches
+from tangram.align.batch import blank_like, micro_batches
 from tangram.align.reference import load_reference, observe
 from tangram.backends.engine import CanonicalTensor
 from tests.fsdp2.kit import engine_of, read, real_batch, write_run
@@ -34,7 +34,9 @@ def _case(hf: Path, folder: Path, changes: Mapping[str, Any], take: int, rows: i
     batch = real_batch(hf, take)[1][0]
     expected = observe(model, batch)
     model.zero_grad()
-    mine = micro_batches(batch, engine.run.described, rows)[engine.data_parallel_rank :: engine.data_parallel_size]
+    parts = micro_batches(batch, engine.run.described, rows)
+    parts += [blank_like(parts[0])] * (-len(parts) % engine.data_parallel_size)
+    mine = parts[engine.data_parallel_rank :: engine.data_parallel_size]
     evaluated, result = engine.evaluate(mine), engine.forward_backward(mine)
     errors = [
         float((tensor.local - part).norm() / whole.norm().clamp(min=1e-6))

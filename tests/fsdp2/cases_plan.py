@@ -36,8 +36,10 @@ def options(hf: Path, folder: Path) -> None:
 
 def tied(hf: Path, folder: Path) -> None:
     """A tied head, with units that name both it and the embedding, or neither, built on the meta device or not."""
-    for number, (modules, meta) in enumerate([(UNITS, True), (UNITS[:2], True), (UNITS, False)]):
-        changes = {"parallel": {"fsdp_plan": {"apply_modules": modules}}, "training": {"init_model_with_meta_device": meta}}
+    whole = ["model.language_model.embed_tokens", "lm_head"]
+    for number, (modules, ignored, meta) in enumerate([(UNITS, [], True), (UNITS[:2], [], True), (UNITS, [], False), (UNITS[:2], whole, True)]):
+        plan = {"apply_modules": modules, "ignored_modules": ignored}
+        changes = {"parallel": {"fsdp_plan": plan}, "training": {"init_model_with_meta_device": meta}}
         engine = compare(hf, folder / str(number), changes, FEW)
         assert "lm_head.weight" not in engine.parameters
         module: Any = engine.module
@@ -61,7 +63,7 @@ def bf16(hf: Path, folder: Path) -> dict[str, Any]:
     units = [unit for unit in UNITS if "merger" not in unit]
     plan = {"apply_modules": units, "ignored_modules": ["model.visual.merger"], "param_dtype": "bf16", "reduce_dtype": "fp32"}
     engine = engine_of(read(write_run(folder / f"rank_{os.environ['RANK']}", hf, {"parallel": {"fsdp_plan": plan}})))
-    seen: set[torch.dtype] = set()
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
     for module in engine.module.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda module, args, output: seen.add((module.weight.dtype, output.dtype)))
@@ -81,7 +83,10 @@ def bf16(hf: Path, folder: Path) -> dict[str, Any]:
 def copies(hf: Path, folder: Path) -> None:
     """Two copies of two shards; the last micro-batch of all ranks is text alone."""
     kinds = ("image", "text", "text", "video", "both", "text", "image", "text", "text", "text", "text", "text")
-    for name, plan in {"sharded": {"apply_modules": UNITS}, "whole": {"apply_modules": UNITS[:1], "ignored_modules": ["model.visual.merger"]}}.items():
+    for name, plan in {
+        "sharded": {"apply_modules": UNITS},
+        "whole": {"apply_modules": UNITS[:1], "ignored_modules": ["model.visual.merger"]},
+    }.items():
         compare(hf, folder / name, {"parallel": {"fully_shard_parallel_size": 2, "fsdp_plan": plan}}, kinds)
 
 

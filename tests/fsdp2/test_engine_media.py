@@ -18,7 +18,7 @@ SIZES = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 16
 
 @pytest.mark.compat
 def test_every_family_gives_the_gradients_of_one_process_whatever_media_ranks_hold(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
-    on_ranks(2, CASES, "families", [tiny_hf(name, **SIZES) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")], tmp_path)
+    on_ranks(2, CASES, "families", [tiny_hf(name, **SIZES) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")], tmp_path)
 
 
 def test_the_tower_may_be_frozen_recomputed_or_in_the_root(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,18 @@ from tangram.backends.fsdp2.engine import Fsdp2Engine
 Gradients = dict[str, torch.Tensor]
 
 
+@cache
+def _reference(hf: Path, attention: str) -> torch.nn.Module:
+    return load_reference(hf, attention=attention)
+
+
 def truth(
-    hf: Path, batches: Sequence[dict[str, Any]], loss_type: str = "per_token_loss", frozen: str | None = None, attention: str = "sdpa", aux: float = 0.0
+    hf: Path,
+    batches: Sequence[dict[str, Any]],
+    loss_type: str = "per_token_loss",
+    frozen: str | None = None,
+    attention: str = "sdpa",
+    aux: float = 0.0,
 ) -> tuple[float, Gradients]:
     """Loss and gradients of a global batch of micro-batches without packing.
 
@@ -24,7 +36,8 @@ def truth(
         frozen: beginning of the names of what is not trained.
         aux: coefficient of the auxiliary loss of routers.
     """
-    model = load_reference(hf, attention=attention)
+    model = _reference(hf, attention)
+    model.zero_grad(set_to_none=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or not name.startswith(frozen))
     total, count, extra = torch.zeros((), dtype=torch.float64), 0, torch.zeros(())
@@ -42,12 +55,45 @@ def truth(
     loss = total / max(count, 1) + aux * extra / len(batches)
     if loss.requires_grad:
         loss.backward()
-    return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return float(loss.detach()), {name: _canonical(name, gradient, hf) for name, gradient in gradients.items()}
+
+
+def _canonical(name: str, gradient: torch.Tensor, hf: Path) -> torch.Tensor:
+    """Stacked experts lie in files, and in canonical tensors, as ``[experts, in, out]``; in transformers 5 the other way round."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return gradient
+    width = json.loads((hf / "config.json").read_text())["text_config"]["hidden_size"]
+    inward = gradient.shape[1 if "gate_up" in name else 2] == width
+    return gradient if inward else gradient.transpose(1, 2)
+
+
+def check_step(engine: Fsdp2Engine, batches: Sequence[dict[str, Any]], expected: Callable[[], tuple[float, Gradients]], what: str) -> float:
+    """Run a global batch, forward and backward, and compare on the first rank.
+
+    Args:
+        batches: this rank's.
+        expected: as ``truth``.
+
+    Returns:
+        The norm of all gradients, on the first rank.
+    """
+    found = engine.forward_backward(batches)
+    gradients = whole_gradients(engine)
+    if dist.get_rank() != 0:
+        return 0.0
+    loss, wanted = expected()
+    assert abs(found.loss - loss) <= 2e-6 * loss, f"{what}: loss {found.loss}, expected {loss}"
+    check_gradients(gradients, wanted, what=what)
+    return float(torch.stack([gradient.double().norm() for gradient in wanted.values()]).norm()) if wanted else 0.0
 
 
 def _terms(logits: torch.Tensor, labels: torch.Tensor, loss_type: str) -> tuple[Any, int]:
-    rows = [torch.nn.functional.cross_entropy(a[:-1][b[1:] != -100], b[1:][b[1:] != -100], reduction="none") for a, b in zip(logits, labels, strict=True)]
-    rows = [row.double() for row in rows if len(row)]
+    rows = []
+    for scores, targets in zip(logits[:, :-1], labels[:, 1:], strict=True):
+        learnt = targets != -100
+        if bool(learnt.any()):
+            rows.append(torch.nn.functional.cross_entropy(scores[learnt], targets[learnt], reduction="none").double())
     if not rows:
         return 0.0, 0
     if loss_type == "per_sample_loss":
@@ -77,4 +123,5 @@ def check_gradients(found: Gradients, expected: Gradients, tolerance: float = 2e
         wanted = expected.get(name, torch.zeros_like(gradient))
         # A gradient that is zero but for rounding, as that of a key's bias, has no digits of its own.
         bound = tolerance * max(float(wanted.norm()), 1e-4 * scale)
-        assert float((gradient - wanted).norm()) <= bound, f"{what}: {name} differs by {float((gradient - wanted).norm()):.3g} of {float(wanted.norm()):.3g}"
+        apart = float((gradient - wanted).norm())
+        assert apart <= bound, f"{what}: {name} differs by {apart:.3g} of {float(wanted.norm()):.3g}"

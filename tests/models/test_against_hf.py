@@ -74,6 +74,24 @@ def test_loss_logits_and_every_gradient_match(one_process: None, family: str, ti
     assert worst[0] < 1e-5, worst
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("alike", [True, False])
+def test_losses_in_chunks_serve_any_loss_function(one_process: None, tied: bool, alike: bool) -> None:
+    """Weights that are not alike make the head run once more in the backward pass."""
+    hf = make_hf("qwen2_5_vl", tied)
+    batch = make_batch(GRIDS, ROWS)
+    positions = hf_positions(hf, batch)
+    results = []
+    for chunk_size in (None, 7):
+        built, placement = assemble(hf, "qwen2_5_vl", loss_chunk_size=chunk_size)
+        losses = built(position_ids=positions, **batch)["loss_dict"]["token_losses"]
+        (losses * (0.3 if alike else torch.linspace(-1, 1, len(losses)))).sum().backward()
+        results.append((losses.detach(), canonical_gradients(built, placement, hf)))
+    (whole, wanted), (chunked, found) = results
+    assert torch.allclose(chunked, whole, rtol=1e-6, atol=1e-6)
+    assert max(relative(found[name], wanted[name]) for name in wanted) < 1e-5
+
+
 @pytest.mark.parametrize("grids", [[(1, 4, 4)], [(1, 8, 12)], [(1, 6, 10), (1, 12, 4)], [(3, 4, 6)]])
 def test_vision_tokens_match_for_windows_that_do_and_do_not_divide(one_process: None, grids: list[tuple[int, int, int]]) -> None:
     hf = make_hf("qwen2_5_vl")

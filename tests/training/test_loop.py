@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 from tangram.config.run import TrainingConfig
-from tangram.errors import DataError
+from tangram.errors import CheckpointError, DataError
 from tangram.training.loop import Loop, Outputs, Progress, steps_of
 from tangram.training.records import MetricsFile
 
@@ -244,3 +245,54 @@ def test_skipped_samples_are_counted_in_the_line_the_file_and_the_progress(tmp_p
     run = Run(tmp_path, steps=steps(), log_interval=3, progress=Progress(skipped_samples=3)).run()
     assert run.lines[0].endswith("| number of skipped samples:   2 |") and run.progress.skipped_samples == 5
     assert [row["skipped_samples"] for row in run.rows] == [0, 2, 0]
+
+
+class Background:
+    """A save in the background that fails while step ``bad`` runs, and what was called."""
+
+    def __init__(self, run: Run, bad: int | None = None) -> None:
+        self.run, self.bad, self.waits = run, bad, list[int]()
+
+    def failed(self) -> bool:
+        return self.run.progress.step + 1 == self.bad
+
+    def wait(self) -> None:
+        self.waits.append(self.run.progress.step)
+        if self.bad is not None:
+            raise CheckpointError("the disk is full")
+
+
+def test_the_last_save_is_waited_for_however_the_loop_ends(tmp_path: Path) -> None:
+    for changes, steps in (({}, 3), ({"exit_interval": 2}, 2)):
+        run = Run(tmp_path, **changes)
+        run.loop.background = background = Background(run)
+        run.run()
+        assert background.waits == [steps] and run.saves[-1][0] == steps
+
+
+def test_sigterm_waits_for_the_save_it_asks_for(tmp_path: Path) -> None:
+    def steps() -> Iterator[Any]:
+        yield from islice(endless(), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from endless(2)
+
+    run = Run(tmp_path, steps=steps(), train_iters=9)
+    run.loop.background = background = Background(run)
+    run.run()
+    assert run.saves == [(2, 4)] and background.waits == [2]
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_at_the_step_it_is_seen_in(tmp_path: Path) -> None:
+    run = Run(tmp_path, train_iters=9)
+    run.loop.background = Background(run, bad=4)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        run.run()
+    assert run.progress.step == 4
+
+
+def test_directories_of_weights_come_at_their_interval_and_at_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, train_iters=5, save="x", save_hf_interval=2)
+    exports: list[int] = []
+    run.loop.export = lambda at: exports.append(at.step)
+    run.run()
+    assert exports == [2, 4, 5]

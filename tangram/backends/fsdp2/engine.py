@@ -14,21 +14,26 @@ from torch.distributed.tensor import DTensor
 
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
-from tangram.backends.fsdp2.inputs import Supervised, forward_arguments
-from tangram.backends.fsdp2.loss import SupervisedLoss
+from tangram.backends.fsdp2.file_names import ModelFileNames
+from tangram.backends.fsdp2.inputs import PackedSegments, Supervised, forward_arguments
+from tangram.backends.fsdp2.loss import SupervisedLoss, logits_of
 from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
 from tangram.backends.fsdp2.placement import local_value, place_shards, whole_shapes
-from tangram.backends.fsdp2.sharding import shard
+from tangram.backends.fsdp2.sharding import precision, shard
+from tangram.backends.fsdp2.summary import summary_table
 from tangram.backends.fsdp2.ulysses import share_of, share_tokens
 from tangram.backends.fsdp2.vision import VisionBalance
 from tangram.checkpoints.dcp_state import LocalChunk
 from tangram.checkpoints.fresh import initialize
+from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.checkpoints.own_directory import OwnDirectory
 from tangram.config.run import RunConfig
-from tangram.errors import DataError
+from tangram.errors import ConfigError, DataError
 from tangram.placement.topology import Topology
 
 
@@ -51,17 +56,23 @@ class Fsdp2Engine:
         """
         assert run.fsdp2 is not None
         self.run, self.settings = run, run.fsdp2
+        precision(self.settings.parallel.fsdp_plan)
         self.meshes = join(self.settings.parallel)
         self.data_parallel_rank, self.data_parallel_size = self.meshes.data_parallel_rank, self.meshes.data_parallel_size
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
         self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
         self.module = ModelHub.build(self.settings)
+        self.file_names = ModelFileNames(self.module)
+        self._drawn = not any(parameter.is_meta for parameter in self.module.parameters())
+        experts = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
             share_tokens(self.module, self.meshes.ulysses)
-        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes)
+        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes, experts)
         self.vision = VisionBalance(self.module, self.meshes.device)
+        flash = self.settings.model.attn_implementation.startswith("flash_attention")
+        self._segments = PackedSegments(self.module.get_decoder()) if flash else None  # type: ignore[operator]
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         self.canonical_shapes = whole_shapes(self.module, run.model.config)
         placement = place_shards(self.module, self.topology, run.model.config)
@@ -75,14 +86,26 @@ class Fsdp2Engine:
         """Start from random weights, the same on any number of ranks.
 
         Raises:
-            ConfigError: the model is of no family, so nothing says how its weights are drawn.
+            ConfigError: the model is of no family and was built without memory, so nothing says how its weights are drawn.
         """
+        if self.run.model.config is None and self._drawn:
+            # The constructor has drawn them under the run's seed, on every rank alike; shards were cut from those.
+            return
+        if self.run.model.config is None:
+            raise ConfigError(
+                f"nothing says how random weights of {type(self.module).__name__} are drawn on the meta device; set "
+                "training.init_model_with_meta_device to false, or training.load to its weights"
+            )
         described = self.run.described
         std = {"text": described.text_decoder.init_method_std}
         if described.image_encoder is not None:
             std["vision"] = described.image_encoder.vision_encoder.init_method_std
         _, placement, parameters = self.chunks[0]
         initialize([placement], [parameters], seed, std)  # type: ignore[arg-type]
+
+    def hf_directory(self, path: str) -> HFDirectory:
+        """The weights of a Hugging Face directory, by the model's names."""
+        return HFDirectory(path) if self.run.model.config is not None else OwnDirectory(path, self.file_names)
 
     def weights_changed(self) -> None:
         """What was gathered before is gathered anew."""
@@ -113,7 +136,7 @@ class Fsdp2Engine:
         self.module.eval()
         for batch, lacking in zip(micro_batches, self._lacking_passes(micro_batches), strict=True):
             self.vision.lack(lacking)
-            yield self.module(**forward_arguments(self.module, batch, self.meshes.device)).logits
+            yield self.module(**self._arguments(batch)).logits
         self.sharded.free()
 
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
@@ -121,7 +144,8 @@ class Fsdp2Engine:
         denominator, tokens = self._totals(learnt)
         lacking = self._lacking_passes(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.meshes.device)
-        routers = self.settings.features.loss_cfg.router_aux_loss_coef / (len(micro_batches) * self.data_parallel_size) if backward else 0.0
+        # The mean over micro-batches, as each rank sees them: balance is no sum over tokens, which could be cut in any way.
+        routers = self.settings.features.loss_cfg.router_aux_loss_coef / max(1, len(micro_batches) * dist.get_world_size()) if backward else 0.0
         for at, (batch, one) in enumerate(zip(micro_batches, learnt, strict=True)):
             self.vision.lack(lacking[at])
             if backward:
@@ -179,14 +203,15 @@ class Fsdp2Engine:
             routers: what the auxiliary loss of its routers counts; 0: nothing, as in an evaluation.
         """
         model: Any = self.module
-        arguments = forward_arguments(model, batch, self.meshes.device)
+        arguments = self._arguments(batch)
         labels = batch["labels"].to(self.meshes.device, non_blocking=True)
         if routers:
             arguments["output_router_logits"] = True
         if self.run.training.loss_type != "raw":
-            model.loss_function = SupervisedLoss(learnt)
+            model.loss_function = own = SupervisedLoss(learnt)
             output = model(**arguments, labels=labels)
-            loss = output.loss
+            # A class that computes its loss without asking for the function gives logits to compute ours from.
+            loss = output.loss if own.asked else own(logits_of(output, model), labels)
         elif len(learnt.targets):
             output = model(**arguments, labels=labels)
             loss = output.loss * learnt.share
@@ -195,6 +220,11 @@ class Fsdp2Engine:
             output = model(**arguments)
             loss = output.logits.float().sum() * 0
         return loss + routers * output.aux_loss if routers else loss
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        if self._segments is not None:
+            self._segments.set(batch, self.meshes.device)
+        return forward_arguments(self.module, batch, self.meshes.device)
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
@@ -248,10 +278,8 @@ class Fsdp2Engine:
 
     def summary(self, global_batch_size: int) -> str:
         """Tables for the start of the log."""
-        total = sum(parameter.numel() for parameter in self.parameters.values())
-        return f"{total:,} parameters on {dist.get_world_size()} ranks, global batch {global_batch_size}"
+        return summary_table(self.parameters, self.sharded.plan, self.settings, self.meshes, global_batch_size)
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
-

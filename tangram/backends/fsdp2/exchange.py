@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def exchange(tensor: Tensor, group: dist.ProcessGroup, split_axis: int, split_sizes: Sequence[int], join_axis: int, join_sizes: Sequence[int]) -> Tensor:
+def exchange(
+    tensor: Tensor, group: dist.ProcessGroup, split_axis: int, split_sizes: Sequence[int], join_axis: int, join_sizes: Sequence[int]
+) -> Tensor:
     """Give every rank of ``group`` its part of ``tensor`` and join the parts that it gives us.
 
     Args:

@@ -26,11 +26,12 @@ def holds_out_in(experts: nn.Module) -> bool:
     transposed = getattr(experts, "is_transposed", None)
     if transposed is not None:
         return not transposed
-    name = f"{type(experts).__module__}.{type(experts).__qualname__}"
-    if name in IN_OUT_CLASSES:
+    # fully_shard gives a module a subclass of its own class.
+    names = [f"{known.__module__}.{known.__qualname__}" for known in type(experts).__mro__]
+    if any(name in IN_OUT_CLASSES for name in names):
         return False
     raise PlacementError(
-        f"{name} does not tell whether it holds experts as [experts, in, out] or [experts, out, in]; give the class an attribute is_transposed "
+        f"{names[0]} does not tell whether it holds experts as [experts, in, out] or [experts, out, in]; give the class an attribute is_transposed "
         "(True: [experts, in, out]), as transformers 5 does"
     )
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from tangram.backends.engine import Batch
 from tangram.data.pictures import pictures
+from tangram.errors import DataError
 from tangram.losses.modes import loss_weights
 
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+OF_BUILTIN_DATA = {*MEDIA, "input_ids", "attention_mask", "position_ids", "labels", "second_per_grid_ts", "cu_seqlens", "cu_seqlens_padded"}
 IGNORE = -100
 
 
@@ -76,21 +78,61 @@ def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> d
 
     Positions are always ours: from 5.3 on, transformers falls back to plain 1-D positions where it gets no ``mm_token_type_ids``.
     """
-    known: Mapping[str, object] = inspect.signature(model.forward).parameters
-    config: Any = model.config
-    names = ["input_ids", *(name for name in (*MEDIA, "second_per_grid_ts") if name in batch and name in known)]
+    known: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
+    config: Any = getattr(model, "config", None)
+    names = [name for name in ("input_ids", *MEDIA, "second_per_grid_ts") if name in batch and name in known]
+    names += _of_plugin(batch, known, type(model).__name__)
     tensors = {name: batch[name].to(device, non_blocking=True) for name in names}
     if "pixel_values" in tensors and "image_grid_thw" in batch and "image_grid_thw" not in known:
         tensors["pixel_values"] = pictures(tensors["pixel_values"], batch["image_grid_thw"], config.vision_config.patch_size)
-    tensors["position_ids"] = _positions(config, batch).to(device, non_blocking=True)
-    if "cu_seqlens_padded" not in batch:
+    if "position_ids" in batch:
+        tensors["position_ids"] = _positions(config, batch).to(device, non_blocking=True)
+    if "cu_seqlens_padded" not in batch and "attention_mask" in batch:
         tensors["attention_mask"] = batch["attention_mask"].to(device, non_blocking=True)
-    if "mm_token_type_ids" in known:
+    media = {number: getattr(config, key) for number, key in ((1, "image_token_id"), (2, "video_token_id")) if getattr(config, key, None) is not None}
+    if "mm_token_type_ids" in known and "mm_token_type_ids" not in tensors and media:
         ids = tensors["input_ids"]
-        tensors["mm_token_type_ids"] = sum(
-            number * (ids == getattr(config, key)).int() for number, key in ((1, "image_token_id"), (2, "video_token_id")) if hasattr(config, key)
-        )
-    return {**tensors, "use_cache": False}
+        tensors["mm_token_type_ids"] = sum(number * (ids == token).int() for number, token in media.items())  # type: ignore[assignment]
+    return {**tensors, **({"use_cache": False} if "use_cache" in known or _takes_any(known) else {})}
+
+
+def _of_plugin(batch: Batch, known: Mapping[str, inspect.Parameter], model: str) -> list[str]:
+    """Names of tensors that the built-in data do not make: those of a plug-in's data, all of which are for the model.
+
+    Raises:
+        DataError: its forward does not take one.
+    """
+    names = [name for name, value in batch.items() if isinstance(value, Tensor) and name not in OF_BUILTIN_DATA]
+    foreign = [name for name in names if name not in known and not _takes_any(known)]
+    if foreign:
+        raise DataError(f"{model}.forward takes no {', '.join(foreign)}, which the micro-batch holds; leave it out of the data")
+    return names
+
+
+def _takes_any(known: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+
+class PackedSegments:
+    """Tells flash attention where packed samples lie, so that it need not find out from positions in every layer.
+
+    It goes in at the text model, past the vision tower, whose attention has segments of its own under the same names.
+    """
+
+    def __init__(self, text_model: nn.Module) -> None:
+        self._arguments: dict[str, Any] = {}
+        text_model.register_forward_pre_hook(self._add, with_kwargs=True)
+
+    def set(self, batch: Batch, device: torch.device) -> None:
+        """Before the forward pass of ``batch``, packed or not."""
+        ends: Tensor | None = batch.get("cu_seqlens_padded")
+        self._arguments = {}
+        if ends is not None:
+            there, longest = ends.to(device, torch.int32, non_blocking=True), int(ends.diff().max())
+            self._arguments = {"cu_seq_lens_q": there, "cu_seq_lens_k": there, "max_length_q": longest, "max_length_k": longest}
+
+    def _add(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, **self._arguments}
 
 
 def _positions(config: Any, batch: Batch) -> Tensor:

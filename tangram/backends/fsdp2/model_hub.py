@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from tangram.backends.fsdp2.head import chunked, put_loss_head
+from tangram.backends.fsdp2.models import CLASSES, with_chunk_loss
 from tangram.backends.fsdp2.registry import model_register
 from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.fsdp2_plans import check_paths
@@ -55,18 +58,22 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
         raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
     _prepare_routers(hf, config.features.loss_cfg.router_aux_loss_coef)
     model_class: Any = model_class_of(source.model_id, hf)
-    with _on_meta() if on_meta else nullcontext():
+    if chunked(config.features):
+        model_class = with_chunk_loss(model_class)
+    with _on_meta() if on_meta else _seeded(config.training.seed):
         model = model_class._from_config(hf, dtype=torch.float32)
     if hasattr(model, "tie_weights"):
         # On the meta device modules were given parameters of their own.
         model.tie_weights()
     check_paths(config, [path for path, _ in model.named_modules() if path])
+    if chunked(config.features):
+        put_loss_head(model, config.features)
     freeze(model, source.freeze)
     return model
 
 
 def model_class_of(model_id: str | None, hf: Any) -> type:
-    """The registered class, or the one of transformers that config.json names.
+    """The registered class; without an id that of the model type, or the one of transformers that config.json names.
 
     Raises:
         ConfigError: unknown.
@@ -76,6 +83,8 @@ def model_class_of(model_id: str | None, hf: Any) -> type:
     if model_id is not None:
         return model_register.get(model_id)
     names = getattr(hf, "architectures", None) or []
+    if names == [CLASSES.get(hf.model_type)]:
+        return model_register.get(hf.model_type)
     if not names or not inspect.isclass(getattr(transformers, names[0], None)):
         raise ConfigError(f"config.json names the architectures {names}, of which transformers has none; give model.model_id and a plug-in")
     return getattr(transformers, names[0])
@@ -104,6 +113,14 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
     for paths in match_each(patterns, [path for path in modules if path], "model.freeze").values():
         for path in paths:
             modules[path].requires_grad_(False)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """What constructors draw is the run's seed's, on every rank; torch's own generator is as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _on_meta() -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from tangram.backends.dtypes import DTYPES
+from tangram.backends.fsdp2.experts import SplitExperts
 from tangram.backends.fsdp2.meshes import Meshes
 from tangram.backends.fsdp2.units import Unit, UnitPlan, plan_units
 from tangram.config.fsdp2 import FsdpPlan
@@ -28,21 +29,23 @@ class ShardedModel:
         root: the whole model, itself a unit.
         entered: sharded modules in the order in which they are entered, the root not among them.
         whole: trained parameters that every rank holds whole.
+        experts: units of expert parallel.
     """
 
     root: FSDPModule
     plan: UnitPlan
     entered: Sequence[FSDPModule]
     whole: Sequence[nn.Parameter] = field(default_factory=list)
+    experts: Sequence[FSDPModule] = ()
 
     def gather(self) -> None:
         """Start to gather all units (``pregather``)."""
-        for module in [self.root, *self.entered]:
+        for module in [self.root, *self.entered, *self.experts]:
             module.unshard(async_op=True)
 
     def free(self) -> None:
         """Give back what is gathered; the next use gathers it anew."""
-        for module in [self.root, *self.entered]:
+        for module in [self.root, *self.entered, *self.experts]:
             module.reshard()
 
     def begin(self, last: bool) -> None:
@@ -66,23 +69,24 @@ class ShardedModel:
             parameter.grad = summed.view_as(parameter).clone()
 
 
-def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes) -> ShardedModel:
+def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes, experts: SplitExperts) -> ShardedModel:
     """Shard ``model`` in place: units that the plan names, inner ones first, then the root with all that is left; then give it memory.
 
     Gradients come out as sums over ranks: what losses are divided by is counted over all of them beforehand.
 
     Raises:
-        ConfigError: as ``plan_units``; fp16.
+        ConfigError: as ``plan_units``, ``precision`` and ``SplitExperts.shard``.
     """
     units = plan_units(model, plan)
     ignored = {parameter for path in units.ignored for parameter in model.get_submodule(path).parameters()}
-    policy = _precision(plan)
+    policy = precision(plan)
     options: dict[str, Any] = {
-        "mesh": meshes.sharding,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=meshes.device.type != "cpu") if plan.cpu_offload else OffloadPolicy(),
         "ignored_params": ignored,
     }
+    own = experts.shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
+    options["mesh"] = meshes.sharding
     for unit in sorted(units.units, key=lambda unit: -max(path.count(".") for path in unit.paths)):
         modules = [model.get_submodule(path) for path in unit.paths]
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=plan.reshard_after_forward, **options)
@@ -100,6 +104,7 @@ def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes) -> ShardedModel:
         units,
         [_module(model, unit) for unit in units.units],
         [parameter for parameter in model.parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)],
+        own,
     )
     _prefetch(sharded, plan)
     _hook(model, units)
@@ -110,7 +115,13 @@ def _module(model: nn.Module, unit: Unit) -> FSDPModule:
     return cast(FSDPModule, model.get_submodule(unit.paths[0]))
 
 
-def _precision(plan: FsdpPlan) -> MixedPrecisionPolicy:
+def precision(plan: FsdpPlan) -> MixedPrecisionPolicy:
+    """The types that weights are gathered in, gradients summed in, and outputs given in.
+
+    Raises:
+        ConfigError: fp16.
+    """
+
     def dtype(key: str) -> torch.dtype | None:
         name = getattr(plan, key)
         if name == "fp16":
@@ -127,14 +138,14 @@ def _precision(plan: FsdpPlan) -> MixedPrecisionPolicy:
 
 def _compute_in_fp32(module: nn.Module, around: torch.dtype | None) -> None:
     """Parameters that are held whole are fp32; what flows around them may not be."""
-    if around in (None, torch.float32):
+    if around is None or around == torch.float32:
         return
 
     def cast_to(dtype: torch.dtype, values: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
     module.register_forward_pre_hook(lambda _, args, kwargs: cast_to(torch.float32, (args, kwargs)), with_kwargs=True)
-    module.register_forward_hook(lambda _, args, output: cast_to(cast(torch.dtype, around), output))
+    module.register_forward_hook(lambda _, args, output: cast_to(around, output))
 
 
 def _materialise(model: nn.Module, home: torch.device, device: torch.device) -> None:

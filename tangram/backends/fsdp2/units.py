@@ -58,7 +58,9 @@ def plan_units(model: nn.Module, plan: FsdpPlan) -> UnitPlan:
     for unit in units:
         inside = next((path for path in ignored if _covers(path, unit.paths[0])), None)
         if inside is not None:
-            raise ConfigError(f"{KEY}: apply_modules shards {unit.paths[0]}, which ignored_modules leaves whole ({inside}); remove it from one of them")
+            raise ConfigError(
+                f"{KEY}: apply_modules shards {unit.paths[0]}, which ignored_modules leaves whole ({inside}); remove it from one of them"
+            )
     units = _joined(model, units, ignored)
     embedding = _input_embedding(model)
     _check_embedding(model, embedding, units, ignored)
@@ -90,21 +92,19 @@ def _joined(model: nn.Module, units: list[Unit], ignored: Sequence[str]) -> list
         if not any(_covers(outer, module) for outer in ignored):
             holders.setdefault(id(parameter), []).append(module)
     for sharing in holders.values():
-        owners = list(dict.fromkeys(_owner(module, units) for module in sharing))
+        owners = list(dict.fromkeys(owner_of(module, units) for module in sharing))
         if len(owners) < 2:
             continue
         whole = [owner for owner in owners if owner is not None and set(owner.paths) <= set(sharing)]
         if len(whole) < len(owners):
-            raise ConfigError(
-                f"{KEY}.apply_modules: {' and '.join(sharing)} share a weight, which one unit must hold; name {'both' if len(sharing) == 2 else 'all'} "
-                "of them, or none"
-            )
+            each = "both" if len(sharing) == 2 else "all"
+            raise ConfigError(f"{KEY}.apply_modules: {' and '.join(sharing)} share a weight, which one unit must hold; name {each} of them, or none")
         joint = Unit(whole[0].pattern, tuple(path for unit in whole for path in unit.paths))
         units = [joint if unit is whole[0] else unit for unit in units if unit not in whole[1:]]
     return units
 
 
-def _owner(module: str, units: Sequence[Unit]) -> Unit | None:
+def owner_of(module: str, units: Sequence[Unit]) -> Unit | None:
     """The innermost unit around a module; None: the root."""
     around = [(path, unit) for unit in units for path in unit.paths if _covers(path, module)]
     return max(around, key=lambda one: len(one[0]))[1] if around else None
@@ -123,7 +123,7 @@ def _check_embedding(model: nn.Module, embedding: str | None, units: Sequence[Un
     if embedding is None or base is None or base is model or any(_covers(path, embedding) for path in ignored):
         return
     caller = next(path for path, module in model.named_modules() if module is base)
-    owner = _owner(embedding, units)
+    owner = owner_of(embedding, units)
     if owner is not None and embedding not in owner.paths and not any(_covers(path, caller) for path in owner.paths):
         raise ConfigError(
             f"{KEY}.apply_modules: {owner.paths[0]} holds the weights of {embedding}, which {caller or 'the model'} calls before it enters "

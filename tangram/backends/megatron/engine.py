@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdown
 from tangram.backends.megatron.settings import ddp_config, freeze_arguments, optimizer_config
+from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -273,6 +274,10 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         for model in self.models:
             model.zero_grad_buffer()
+
+    def hf_directory(self, path: str) -> HFDirectory:
+        """The weights of a Hugging Face directory."""
+        return HFDirectory(path)
 
     def random_weights(self, seed: int) -> None:
         """Start from random weights, the same at every split."""

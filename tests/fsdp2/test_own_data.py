@@ -1,0 +1,122 @@
+"""Datasets of plug-ins: micro-batches, order, errors; what needs no ranks is tested in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tangram.config.preflight import check_run
+from tangram.config.run import RunConfig
+from tangram.config.yaml_config import read_run
+from tangram.data.own import OwnSource, collate, own_fingerprint, own_loader
+from tangram.errors import ConfigError, DataError
+from tests.fsdp2.own import WORDS_PLUGIN, llama, write
+
+LINES = ["one", "three", "five one", "seven", "nine is", "eleven", "twelve", "a"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("words")
+    (folder / "words.txt").write_text("\n".join(LINES), encoding="utf-8")
+    plugin = WORDS_PLUGIN.replace('"words"', '"other_words"')
+    return write(folder, llama(), plugin, {"data": {"dataset_param": {"dataset_type": "other_words", "own": {"start": 1}}}})
+
+
+def rows_of(run: RunConfig, ranks: int, consumed: int = 0, steps: int = 2) -> list[set[tuple[int, tuple[int, ...]]]]:
+    """Sample ids and tokens of each global batch."""
+    loaders = [iter(own_loader(run, rank, ranks, consumed)) for rank in range(ranks)]
+    found: list[set[tuple[int, tuple[int, ...]]]] = []
+    for _ in range(steps):
+        found.append(set())
+        for loader in loaders:
+            for batch in next(loader):
+                real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+                rows = zip(batch["sample_ids"], batch["input_ids"], real, strict=True)
+                found[-1] |= {(sample, tuple(ids[mask].tolist())) for sample, ids, mask in rows}
+    return found
+
+
+def test_a_global_batch_is_the_same_on_any_number_of_ranks_and_after_resuming(run_file: Path) -> None:
+    accumulated = read_run(run_file, ["training.gradient_accumulation_steps=2"])
+    alone, two = rows_of(accumulated, 1), rows_of(read_run(run_file), 2)
+    assert alone == two
+    assert all(len(batch) == 4 for batch in alone) and alone[0] | alone[1] == {
+        (number, (1, *(ord(letter) % 64 for letter in line))) for number, line in enumerate(LINES)
+    }
+    assert rows_of(read_run(run_file), 2, consumed=4, steps=1) == alone[1:]
+    workers = read_run(run_file, ["data.dataloader_param.num_workers=2"])
+    assert rows_of(workers, 2) == two
+
+
+def test_samples_are_padded_stacked_and_joined() -> None:
+    long = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "pixels": torch.ones(2, 3), "kinds": [1, 1, 2]}
+    short = {"input_ids": [8], "labels": [8], "pixels": torch.zeros(1, 3), "kinds": [1]}
+    batch = collate([long, short], pad_to_multiple_of=2)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100], [8, -100, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch["kinds"].tolist() == [[1, 1, 2, 0], [1, 0, 0, 0]]
+    assert batch["pixels"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3]
+    assert "attention_mask" not in collate([short, short])
+    with pytest.raises(DataError, match=r"kinds has the shapes \[3\], nothing for \[3, 1\] labels"):
+        collate([long, {key: value for key, value in short.items() if key != "kinds"}])
+
+
+def source(get: Callable[[int], Any], collate_fn: Any = None) -> OwnSource:
+    class Data:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, number: int) -> Any:
+            return get(number)
+
+    if collate_fn is not None:
+        Data.collate_fn = staticmethod(collate_fn)  # type: ignore[attr-defined]
+    return OwnSource(Data(), "mine")
+
+
+def test_faults_name_the_sample_and_the_line() -> None:
+    def fails(_: int) -> Any:
+        return {}["no"]  # type: ignore[typeddict-item]
+
+    rows = [((0, 2),)]
+    with pytest.raises(DataError, match=r"^sample 2 of mine: KeyError: 'no' \(test_own_data.py, line \d+\)$"):
+        source(fails).read(rows)
+    with pytest.raises(DataError, match="sample 2 of mine: it is list; a sample maps names"):
+        source(lambda _: [1, 2]).read(rows)
+    with pytest.raises(DataError, match=r"a mapping without labels \(input_ids\)"):
+        source(lambda _: {"input_ids": [1]}).read(rows)
+    with pytest.raises(DataError, match=r"samples \[2\] of mine: a micro-batch needs labels, a tensor \[rows, tokens\], and these gave \[1\]"):
+        source(lambda _: {"labels": [1]}, lambda samples: {"labels": torch.tensor(samples[0]["labels"])}).read(rows)
+
+
+def test_a_place_without_a_sample_is_learnt_nothing_from() -> None:
+    reading = source(lambda number: {"input_ids": [number + 1, 4], "labels": [number + 1, 4]}).read([((0, 1),), ((0, -1),)])
+    assert reading.batch["labels"].tolist() == [[2, 4], [-100, -100]]
+    assert reading.batch["sample_ids"] == [1, -1]
+
+
+def test_what_a_plug_ins_data_cannot_do_is_refused_before_the_run(run_file: Path) -> None:
+    def error(*overrides: str) -> str:
+        with pytest.raises((ConfigError, DataError)) as caught:
+            check_run(read_run(run_file, overrides), 1).raise_errors()
+        return str(caught.value)
+
+    check_run(read_run(run_file), 1).raise_errors()
+    assert "'other_word' is not registered; did you mean 'other_words'" in error("data.dataset_param.dataset_type=other_word")
+    assert "bad_samples skip" in error("data.dataset_param.basic_parameters.bad_samples=skip")
+    assert "token_budget" in error("data.dataloader_param.token_budget=64")
+    assert "of no registered family" in error("data.dataset_param.dataset_type=huggingface", "data.dataset_param.own={}")
+    assert "own {'start': 1} is for the dataset of a plug-in" in error("data.dataset_param.dataset_type=huggingface")
+
+
+def test_other_data_are_other_data(run_file: Path) -> None:
+    """A run is not continued with data that differ in number or in what the plug-in is told."""
+    first = own_fingerprint(read_run(run_file))
+    assert "8 samples of other_words" in first
+    assert own_fingerprint(read_run(run_file, ["data.dataset_param.own.start=2"])) != first
