@@ -215,14 +215,14 @@ def evaluation(subject: Subject) -> str:
 def tools(subject: Subject) -> str:
     """Packages that writers need, and a place for their files."""
     chosen, training = subject.run.tools, subject.run.training
-    writers = [("tensorboard", chosen.tensorboard), ("wandb", chosen.wandb)]
-    for name, writer in writers:
-        if writer.enable and find_spec(name) is None:
+    writers = {"tensorboard": chosen.tensorboard.enable, "wandb": chosen.wandb.enable}
+    for name, wanted in writers.items():
+        if wanted and find_spec(name) is None:
             raise ConfigError(f"tools.{name}.enable needs the package {name}: pip install {name}; or set it to false")
     if chosen.tensorboard.enable and chosen.tensorboard.log_dir is None and training.save is None:
         raise ConfigError("tools.tensorboard.enable needs log_dir, or training.save, the folder of checkpoints; give one")
     recorders = {"profiler": chosen.profile.enable, "memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
-    on = [name for name, enabled in (*recorders.items(), *((name, writer.enable) for name, writer in writers)) if enabled]
+    on = [name for name, enabled in (recorders | writers).items() if enabled]
     return ", ".join(on) or "nothing is switched on"
 
 

@@ -5,11 +5,11 @@ Their packages are imported only where they are asked for, on the rank that repo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from tangram.config.parsing import read_yaml
 from tangram.config.run import RunConfig
 from tangram.config.tools import TensorboardConfig, WandbConfig
 from tangram.config.yaml_config import dump
@@ -59,7 +59,7 @@ class TensorboardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = tensorboard.log_dir or str(Path(save or ".", "tensorboard"))
-        self._events: Any = SummaryWriter(folder, purge_step=resumed_step + 1 if resumed_step else None)  # type: ignore[no-untyped-call]
+        self._events: Any = SummaryWriter(folder, purge_step=resumed_step + 1 if resumed_step else None)
         LOGGER.info("TensorBoard: tensorboard --logdir %s", folder)
 
     def write(self, record: StepRecord) -> None:
@@ -103,7 +103,6 @@ class WandbWriter:
 
 
 def _as_plain(run: RunConfig) -> dict[str, Any]:
-    from tangram.config.parsing import read_yaml
-
+    """The run file, whose every value is plain."""
     content: dict[str, Any] = read_yaml(dump(run))
-    return json.loads(json.dumps(content, default=str))  # type: ignore[no-any-return]
+    return content
