@@ -23,7 +23,7 @@ TIMED = ("step_ms", "tokens_per_s", "tflops_per_device", "mfu")
 def run_file(folder: Path) -> Path:
     """A run of 4 steps on the fsdp2 backend, with dropout in attention, that uses every tool a machine without accelerator has."""
     trial = kit.write_trial(folder)
-    hf = yaml.safe_load((trial.hf / "config.json").read_text())
+    hf = json.loads((trial.hf / "config.json").read_text())
     hf.get("text_config", hf)["attention_dropout"] = 0.3
     (trial.hf / "config.json").write_text(json.dumps(hf))
     content = yaml.safe_load(trial.run_file.read_text())
