@@ -9,6 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from tangram.config.data import DataConfig
+from tangram.config.fsdp2_page import PAGE
+from tangram.config.fsdp2_page import page as with_tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,6 +44,13 @@ def test_every_key_of_data_json_is_explained_once_with_its_default() -> None:
     text = (ROOT / "docs" / "data-json.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", text, re.MULTILINE)
     assert sorted(rows) == sorted(schema_keys(DataConfig).items())
+
+
+def test_the_tables_of_the_fsdp2_backend_are_those_of_its_schema() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run python -m tangram.config.fsdp2_page"
+    for name in re.findall(r"`(examples/[\w./]+)`", text):
+        assert (ROOT / name).is_file(), name
 
 
 def test_links_between_documents_lead_somewhere() -> None:

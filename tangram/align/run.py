@@ -240,7 +240,7 @@ def make_task(
         micro_batch_size = -(-rows // max(2, split.processes if isinstance(split, Sharded) else split.data))
     if isinstance(split, Sharded):
         training = curve or Curve(steps=1, lr=1e-3)
-        how = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad, "seed": seed or 0}
+        how: dict[str, Any] = {"steps": training.steps, "lr": training.lr, "clip_grad": training.clip_grad, "seed": seed or 0}
         write_run_file(out, split, subject.directory.resolve(), subject.family.name, dtype=dtype, micro_batch_size=micro_batch_size, **how)
     return Task(
         name=str(split),

@@ -31,7 +31,7 @@ class RunFacts:
         dataset_fingerprint: changes when the samples or their order do.
         seed: of init and data order.
         schedule: learning-rate schedule: name -> value.
-        axes: sizes of the split that ``topology`` does not know: ``fully_shard`` and ``ulysses`` of the fsdp2 backend.
+        axes: sizes of the split that ``topology`` does not know: ``fully_shard``, ``ulysses`` and ``experts`` of the fsdp2 backend.
     """
 
     family: str

@@ -36,7 +36,7 @@ class OwnDirectory(HFDirectory):
                 self._places[name] = place
 
     @property
-    def table(self) -> list[Rule]:  # type: ignore[override]
+    def table(self) -> list[Rule]:
         """There is none."""
         return []
 

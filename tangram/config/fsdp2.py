@@ -56,12 +56,15 @@ class FsdpPlan(Section):
     reduce_dtype: FloatType | None = None
     """Type that gradients are summed in; None: ``param_dtype``."""
     output_dtype: FloatType | None = None
+    """Type of what units give; None: as it comes."""
     cast_forward_inputs: bool = True
+    """Cast what units get to ``param_dtype``."""
     reshard_after_forward: bool = True
     """Free gathered weights after a unit's forward pass and gather them again for its backward pass."""
     num_to_forward_prefetch: int = Field(default=0, ge=0)
     """Units that are gathered ahead; 0: torch's own choice."""
     num_to_backward_prefetch: int = Field(default=0, ge=0)
+    """The same for the backward pass."""
     pregather: bool = False
     """Gather all units before the first forward pass of a step."""
     cpu_offload: bool = False
@@ -72,9 +75,13 @@ class EpPlan(Section):
     """Which modules hold experts, and how tokens reach them."""
 
     apply_modules: Patterns = []
+    """Modules that hold a layer's experts, which ``expert_parallel_size`` shares out."""
     apply_efsdp_modules: Patterns = []
     """Expert modules that are sharded over the ranks that hold the same experts; none given: ``apply_modules``."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How: each token sent to its experts, or all tokens to all ranks."""
+    use_npu_fused_ops: bool = True
+    """There are none: on NPUs it must be false."""
 
 
 class Fsdp2Parallel(Section):
@@ -85,10 +92,13 @@ class Fsdp2Parallel(Section):
     ulysses_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of a sample."""
     expert_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share out the experts of a layer."""
     expert_fully_shard_parallel_size: int | None = Field(default=None, ge=1)
+    """Ranks that share one copy of the same experts; None: all that hold them."""
     fsdp_plan: FsdpPlan = FsdpPlan()
     ep_plan: EpPlan = EpPlan()
     distributed_timeout_minutes: int = Field(default=10, ge=1)
+    """After which a rank that waits for others gives up."""
     distributed_backend: Literal["gloo", "nccl", "hccl"] | None = None
     """None: what the platform offers."""
 
@@ -99,24 +109,30 @@ class Fsdp2Model(Section):
     model_name_or_path: LocalPath
     """Hugging Face directory: config.json, and the weights where ``training.load`` names none."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """As transformers names them."""
     trust_remote_code: bool = False
+    """Run Python code that lies in ``model_name_or_path``."""
     freeze: Patterns = []
     """Modules whose parameters are not trained."""
 
 
 class RecomputePlan(Section):
     apply_modules: Patterns = []
+    """Modules that keep their inputs alone for the backward pass, and run again in it."""
     use_reentrant: bool = False
+    """torch's older way to do it."""
 
 
 class LossConfig(Section):
     loss_type: Literal["raw", "default", "per_sample_loss", "per_token_loss"] = "default"
     """raw: the model's own loss. The others: see ``tangram.losses.modes``."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the loss that keeps experts evenly used; 0: none."""
 
 
 class ChunkLossPlan(Section):
     apply_module: str = "lm_head"
+    """The head: one linear layer, whose logits are made a few positions at a time."""
     chunk_size: int = Field(default=1024, ge=1)
     """Positions of each row that reach the head at a time."""
     total_chunk_size: int = Field(default=4096, ge=1)
@@ -125,26 +141,37 @@ class ChunkLossPlan(Section):
 
 class ActivationOffloadPlan(Section):
     apply_modules: Patterns = []
+    """Modules whose kept inputs wait in host memory for the backward pass."""
 
 
 class ChunkMbsPlan(Section):
     apply_modules: Patterns = []
+    """Modules that run on a few rows of a micro-batch at a time."""
     chunk_mbs: int = Field(default=1, ge=1)
+    """Rows."""
     batch_dim: int = 0
+    """Where rows lie in the arguments that are cut."""
     chunk_arg_indexs: Annotated[list[int], BeforeValidator(_listed)] = [0]
+    """Positional arguments that are cut."""
     chunk_kwarg_names: Names = []
+    """Named arguments that are cut."""
 
 
 class Fsdp2Features(Section):
     recompute: bool = False
+    """Use ``recompute_plan``."""
     recompute_plan: RecomputePlan = RecomputePlan()
     loss_cfg: LossConfig = LossConfig()
     enable_chunk_loss: bool = False
+    """Use ``chunkloss_plan`` with its ``chunk_size``."""
     enable_dynamic_chunk_loss: bool = False
+    """Use it with its ``total_chunk_size``."""
     chunkloss_plan: ChunkLossPlan = ChunkLossPlan()
     enable_activation_offload: bool = False
+    """Use ``activation_offload_plan``."""
     activation_offload_plan: ActivationOffloadPlan = ActivationOffloadPlan()
     enable_chunk_mbs: bool = False
+    """Use ``chunkmbs_plan``."""
     chunkmbs_plan: ChunkMbsPlan = ChunkMbsPlan()
 
 
@@ -163,42 +190,64 @@ class LrScale(Section):
     match: str
     """Regular expression for the beginning of a parameter's name (Python's ``re.match``); the first that matches counts."""
     scale: float = Field(default=1.0, gt=0)
+    """Factor of the learning rate."""
 
 
 class Fsdp2Training(Section):
     micro_batch_size: int = Field(default=1, ge=1)
+    """Samples of a forward pass on each data-parallel rank."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches of a step; the global batch is micro_batch_size x data-parallel size x this."""
     train_iters: int | None = Field(default=None, ge=1)
+    """Steps; this or ``train_epochs`` is needed."""
     train_epochs: int | None = Field(default=None, ge=1)
     """Passes over the data in place of ``train_iters``."""
     seq_length: int | None = Field(default=None, ge=1)
     """Longest sample, tokens; None: ``cutoff_len`` of the data, or 1024."""
     seed: int = Field(default=42, ge=0, lt=2**32)
+    """Of the order of the data, random weights and dropout."""
     lr: float = Field(default=5e-5, gt=0)
+    """Largest learning rate."""
     lr_min: float = Field(default=0.0, ge=0)
+    """Rate at the end of the decay."""
     lr_start: float = Field(default=0.0, ge=0)
     """Rate of the first step of a warm-up."""
     lr_warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Part of all steps in which the rate rises from ``lr_start`` to ``lr``."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls from ``lr`` to ``lr_min``."""
     lr_decay_ratio: float = Field(default=1.0, gt=0, le=1)
+    """Part of all steps after which it has fallen."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Of all parameters, but for the next two keys."""
     no_decay_modules: Names = []
     """Parts of class names of modules whose own parameters have no weight decay, such as RMSNorm."""
     no_decay_params: Names = []
     """Parts of parameter names that have none."""
     lr_scaling_plan: list[LrScale] = []
+    """Factors of the learning rate for some parameters, each ``{match, scale}``."""
     optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices of hidden layers; AdamW for all else."""
     adam_fused: bool = True
+    """One kernel for the whole update; false: torch's foreach one."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's."""
     adam_eps: float = Field(default=1e-8, gt=0)
+    """AdamW's."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's."""
     matched_adamw_rms: float = Field(default=0.2, gt=0)
+    """Size of Muon's updates, to suit AdamW's learning rate."""
     ns_steps: int = Field(default=5, ge=1)
+    """Newton-Schulz iterations of Muon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
     clip_grad_foreach: bool = True
+    """Clip all gradients in one operation."""
     use_deter_comp: bool = False
+    """Deterministic kernels alone."""
     init_model_with_meta_device: bool = False
     """True: weights are first made where they stay, each rank its own part. False: every rank builds the whole model in host memory first,
     which models need whose constructors compute something."""
@@ -207,11 +256,15 @@ class Fsdp2Training(Section):
     load_format: Literal["auto", "hf", "dcp"] = "auto"
     """What must lie there: a Hugging Face directory or a training checkpoint; auto: whatever is found."""
     no_load_optim: bool = False
+    """Leave the optimizer state of a training checkpoint."""
     no_load_rng: bool = False
+    """Leave its random state."""
     random_init: bool = False
     """Start from random weights although ``model_name_or_path`` has some."""
     save: FolderOrNone = None
+    """Folder of checkpoints, metrics and the run file as it was; None: nothing is saved."""
     save_interval: int | None = Field(default=None, ge=1)
+    """Steps after which a checkpoint is written; one is at the end too."""
     save_format: Literal["dcp", "hf"] = "dcp"
     """hf: Hugging Face directories in ``hf`` of ``save`` in place of training checkpoints; no run can be resumed from them."""
     save_async: bool = False
@@ -224,8 +277,11 @@ class Fsdp2Training(Section):
     save_hf_interval: int | None = Field(default=None, ge=1)
     """Steps after which, and at the end, the weights are also written as a Hugging Face directory, in ``hf`` of ``save``."""
     no_save_optim: bool = False
+    """Save no optimizer state."""
     no_save_rng: bool = False
+    """Save no random state."""
     log_interval: int = Field(default=1, ge=1)
+    """Steps after which a line is logged."""
     log_tps: bool = False
     """Write tokens per sample to the log line."""
     val_interval: int = Field(default=0, ge=0)
@@ -233,9 +289,11 @@ class Fsdp2Training(Section):
     val_iters: int | None = Field(default=None, ge=1)
     """Global batches of a validation; None: all of the validation data."""
     exit_interval: int | None = Field(default=None, ge=1)
+    """Save and stop at the first step that is a multiple of this."""
     manual_gc_interval: int = Field(default=0, ge=0)
     """Steps after which all ranks collect garbage together; 0: Python does when it likes."""
     metrics_file: LocalPath | None = None
+    """JSON-lines file with one record per step; None: metrics.jsonl in ``save``."""
     plugin: Annotated[list[Plugin], BeforeValidator(_listed)] = []
     """Python files, folders, or dotted names of packages, imported first; they register models and datasets."""
 

@@ -23,10 +23,7 @@ FSDP2: dict[Path, dict[str, Entry]] = {
         "tp_plan": NoEffect("layers are not split over ranks; use backend megatron"),
         "ring_attention_size": Only((1,), "samples are shared out over ranks by parallel.ulysses_parallel_size"),
     },
-    ("parallel", "ep_plan"): {
-        "_gradient_divide_factor": NoEffect("gradients are exact sums"),
-        "use_npu_fused_ops": NoEffect("the platform chooses its operators"),
-    },
+    ("parallel", "ep_plan"): {"_gradient_divide_factor": NoEffect("gradients are exact sums")},
     ("model",): {
         "mtp_num_layers": Only((0, None), "multi-token prediction is not supported"),
         "mtp_loss_scaling_factor": NoEffect("multi-token prediction is not supported"),
@@ -71,7 +68,9 @@ FSDP2_DATA: dict[Path, dict[str, Entry]] = {
 }
 """The same for ``data``."""
 
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 VALUES: dict[Path, dict[Any, str]] = {
+    **{("parallel", "fsdp_plan", key): {"fp16": "it needs its losses scaled, which is not done; write bf16"} for key in _DTYPES},
     ("training", "optimizer"): {"adamw_swap": "write adamw, and parallel.fsdp_plan.cpu_offload: true to keep its state in host memory"},
     ("training", "save_format"): {"auto": "write dcp, which a run can be resumed from, or hf"},
     ("parallel", "ep_plan", "dispatcher"): {"mc2": "it is an operation of Ascend NPUs; write alltoall"},
@@ -88,7 +87,7 @@ _ALIASES: dict[Path, Path] = {
 """Keys of ``data`` with two names."""
 
 _SHARDS = "weights are shared out by parallel.fully_shard_parallel_size"
-_OTHERS: dict[str, str] = {
+OTHERS: dict[str, str] = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"), _SHARDS),
     **dict.fromkeys(("vit_pp_layers", "llm_pp_layers", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), _SHARDS),
     "make_vocab_size_divisible_by": "the vocabulary is not padded",
@@ -174,8 +173,8 @@ def check_places(raw: Mapping[str, Any], where: str) -> None:
         found = [home for home in homes.get(name, ()) if home != path]
         if len(found) == 1:
             raise ConfigError(f"{where}: {shown!r} belongs under {'.'.join(found[0][:-1])}: write {'.'.join(found[0])}")
-        if name in _OTHERS:
-            raise ConfigError(f"{where}: {shown} is a setting of another backend; here {_OTHERS[name]}")
+        if name in OTHERS:
+            raise ConfigError(f"{where}: {shown} is a setting of another backend; here {OTHERS[name]}")
         if found:
             raise ConfigError(f"{where}: {shown!r} belongs elsewhere: write {' or '.join('.'.join(home) for home in found)}")
 

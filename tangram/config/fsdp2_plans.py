@@ -26,20 +26,23 @@ def plans_of(config: Fsdp2Config) -> dict[str, Sequence[str]]:
 
 
 def check_switches(config: Fsdp2Config) -> None:
-    """What is switched on must say for which modules.
+    """What is switched on must say for which modules, and what names modules must be switched on.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one without the other.
     """
-    features = config.features
+    features, experts = config.features, config.parallel.expert_parallel_size
     for switch, on, plan in (
         ("features.recompute", features.recompute, "features.recompute_plan.apply_modules"),
         ("features.enable_activation_offload", features.enable_activation_offload, "features.activation_offload_plan.apply_modules"),
         ("features.enable_chunk_mbs", features.enable_chunk_mbs, "features.chunkmbs_plan.apply_modules"),
-        ("parallel.expert_parallel_size", config.parallel.expert_parallel_size > 1, "parallel.ep_plan.apply_modules"),
+        (f"parallel.expert_parallel_size {experts}", experts > 1, "parallel.ep_plan.apply_modules"),
     ):
-        if on and not plans_of(config)[plan]:
+        named = plans_of(config)[plan]
+        if on and not named:
             raise ConfigError(f"{switch} is on, but {plan} names no module; name some, or switch it off")
+        if named and not on:
+            raise ConfigError(f"{plan} names modules, but {switch} is off; switch it on, or remove the plan")
 
 
 def check_paths(config: Fsdp2Config, paths: Iterable[str]) -> str:

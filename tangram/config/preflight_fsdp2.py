@@ -278,14 +278,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
 def notes(subject: Subject) -> list[str]:
     """What is allowed but worth knowing."""
     settings, found = _of(subject).settings, []
-    features = settings.features
-    for switch, plan in (
-        ("recompute", features.recompute_plan.apply_modules),
-        ("enable_activation_offload", features.activation_offload_plan.apply_modules),
-        ("enable_chunk_mbs", features.chunkmbs_plan.apply_modules),
-    ):
-        if plan and not getattr(features, switch):
-            found.append(f"features.{switch} is off, so its plan does nothing")
     if not settings.parallel.fsdp_plan.apply_modules:
         found.append("parallel.fsdp_plan.apply_modules is empty: the whole model is one unit, gathered at once")
     if settings.training.save is None:

@@ -95,6 +95,7 @@ def own_loader(run: RunConfig, data_parallel_rank: int, data_parallel_size: int,
     """
     train, valid = own_datasets(run)
     dataset, loading, size = train if split == "train" else valid, run.data.dataloader_param, global_batch_size(run, data_parallel_size)
+    assert dataset is not None
     order = validation_order(run, size, len(dataset)) if split == "valid" else training_order(run, size, len(dataset), run.training.seq_length, None)
     return StepLoader(
         cast(MicroBatchSource, OwnSource(dataset, run.data.dataset_param.dataset_type, loading.pad_to_multiple_of)),

@@ -219,9 +219,7 @@ class _Gradients:
     def finished(self, factor: Tensor) -> tuple[Tensor | None, ...]:
         """All of them times ``factor``, in the inputs' type."""
         factor, dtype = factor * self._unit, self._states.dtype
-        return tuple(
-            None if found is None else found.to(factor.dtype).mul_(factor).to(dtype) for found in (self.hidden, self.weight, self.bias)
-        )
+        return tuple(None if found is None else found.to(factor.dtype).mul_(factor).to(dtype) for found in (self.hidden, self.weight, self.bias))
 
 
 def _split_off_unit(token_weights: Tensor) -> tuple[Tensor, Tensor]:

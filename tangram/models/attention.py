@@ -20,7 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from tangram.platform.operators import attention
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def packed_plan(cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int], dev
 
 
 class SegmentAttention(MegatronModule):
-    """Softmax attention by torch's scaled_dot_product_attention, with segments, grouped queries and masks.
+    """Softmax attention by the platform's operator, with segments, grouped queries and masks.
 
     Takes query [s, b, heads, d] and key, value [s, b, groups, d]; gives [s, b, heads * d].
     """
@@ -130,16 +131,7 @@ class SegmentAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, so each drops by a generator of its own.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
-            return scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=self.causal and mask is None,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            return attention(query, key, value, mask, dropout, self.causal, self.scale)
 
 
 _WHOLE = SegmentPlan()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
+
+from tangram.platform.operators import rms_norm
 
 
 def _mark(module: nn.Module, config: TransformerConfig) -> None:
@@ -22,6 +24,9 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=parameter_device(config))
         _mark(self, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):

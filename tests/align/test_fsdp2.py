@@ -74,6 +74,7 @@ def test_each_kind_of_batch_alone_and_settings_of_the_run_file(tiny_hf: Callable
         ["parallel.fsdp_plan.ignored_modules=[model.visual.patch_embed,model.language_model.norm]"],
         ["parallel.fsdp_plan.apply_modules=[]", "parallel.fsdp_plan.reshard_after_forward=false"],
         ["model.freeze=[model.visual]"],
+        ["features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=3"],
         ["parallel.fully_shard_parallel_size=1"],
     ]
     outcomes = align(hf, [Sharded(processes=2, settings=plan) for plan in plans])

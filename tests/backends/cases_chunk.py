@@ -21,10 +21,10 @@ def errors(hf: Path, batch_file: Path, loss_type: str) -> dict[str, Any]:
     """Loss of the batch on two tensor-parallel ranks, and the largest relative error of this rank's gradients."""
     model, stored = model_from_hf(hf), torch.load(batch_file)
     run = RunConfig(
-        model=ModelSource(config=model, hf_dir=hf, load=hf),
+        model=ModelSource(config=model, hf_dir=str(hf), load=str(hf)),
         data=DataConfig(
             dataset_param=DatasetParam(
-                preprocess_parameters=PreprocessParameters(model_name_or_path=hf), basic_parameters=BasicParameters(dataset="data.json")
+                preprocess_parameters=PreprocessParameters(model_name_or_path=str(hf)), basic_parameters=BasicParameters(dataset="data.json")
             )
         ),
         parallel=ParallelConfig(tensor_model_parallel_size=2, make_vocab_size_divisible_by=64),

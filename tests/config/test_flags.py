@@ -48,6 +48,9 @@ TOGETHER: dict[str, list[str]] = {
     "--recompute-granularity": ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"],
     "--eval-interval": ["--eval-interval", "5", "--eval-iters", "2"],
     "--save-interval": ["--save", "out", "--save-interval", "5"],
+    "--async-save": ["--save", "out", "--async-save"],
+    "--save-total-limit": ["--save", "out", "--save-total-limit", "2"],
+    "--save-hf-interval": ["--save", "out", "--save-hf-interval", "5"],
     "--overlap-param-gather": ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"],
 }
 COMPANIONS = {

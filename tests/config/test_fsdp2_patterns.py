@@ -159,6 +159,8 @@ def test_chunk_loss_has_one_head() -> None:
 )
 def test_what_is_switched_on_needs_modules(switch: str, value: Any, plan: str) -> None:
     on = nested(switch, value)
-    with pytest.raises(ConfigError, match=f"^{switch} is on, but {plan} names no module; name some, or switch it off$"):
+    with pytest.raises(ConfigError, match=rf"^{switch}( 2)? is on, but {plan} names no module; name some, or switch it off$"):
         check_switches(config(on))
     check_switches(config(merge(on, nested(plan, ["visual"]))))
+    with pytest.raises(ConfigError, match=rf"^{plan} names modules, but {switch}( 1)? is off; switch it on, or remove the plan$"):
+        check_switches(config(nested(plan, ["visual"])))

@@ -91,6 +91,7 @@ def test_experts_are_dealt_out() -> None:
         (["features.enable_chunk_loss=true", "features.loss_cfg.loss_type=raw"], "features.enable_chunk_loss is on, but loss_cfg.loss_type raw is"),
         (["features.loss_cfg.router_aux_loss_coef=0.1"], "router_aux_loss_coef 0.1: family qwen2_5_vl has no experts; remove it"),
         (["features.enable_chunk_mbs=true", "features.chunkmbs_plan.apply_modules=a"], "positions of family qwen2_5_vl ([3, batch, length]) have"),
+        (["features.recompute_plan.apply_modules=a"], "features.recompute_plan.apply_modules names modules, but features.recompute is off"),
         (["features.recompute=true"], "features.recompute is on, but features.recompute_plan.apply_modules names no module"),
         (["training.lr_warmup_ratio=0.9", "training.lr_decay_ratio=0.5"], "lr_warmup_ratio 0.9 of 10 steps is 9, but the rate has reached its end"),
         (["training.lr_warmup_ratio=0.01", "training.lr_start=1e-4"], "training.lr_start 0.0001 does nothing without a warm-up"),
@@ -141,8 +142,10 @@ def test_families_of_another_backend_and_of_none(tmp_path: Path) -> None:
         patch.setitem(base._families, "qwen2_5_vl", other)
         assert str(check_run(run, 1).errors[0]).endswith("the fsdp2 backend does not run it yet; use megatron")
     write_hf(tmp_path, {"model_type": "of_no_family", "text_config": {"max_position_embeddings": 512}})
-    assert detail(path, "backend", "training.seq_length=512").endswith("a model of no family, as transformers or a plug-in has it")
-    assert "longer than max_position_embeddings 512" in fault(path, "training.seq_length=513")
+    found = {one.rule: one for one in report(path, "training.seq_length=513").findings}
+    assert found["backend"].detail.endswith("a model of no family, as transformers or a plug-in has it")
+    assert "longer than max_position_embeddings 512" in str(found["sequence length"].error)
+    assert "the model is of no registered family" in str(found["dataset"].error)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +167,8 @@ def test_epochs_too_short_for_a_batch(tmp_path: Path) -> None:
 
 
 def test_what_is_allowed_but_worth_knowing(tmp_path: Path) -> None:
-    found = report(write_run(tmp_path), "features.recompute_plan.apply_modules=a", "parallel.fsdp_plan.apply_modules=")
+    found = report(write_run(tmp_path), "parallel.fsdp_plan.apply_modules=")
     assert found.notes == [
-        "features.recompute is off, so its plan does nothing",
         "parallel.fsdp_plan.apply_modules is empty: the whole model is one unit, gathered at once",
         "training.save is not given: nothing of the run is kept",
     ]

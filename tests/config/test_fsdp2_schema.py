@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -267,3 +268,12 @@ def test_any_value_anywhere_gives_a_run_or_one_line(overrides: list[tuple[str, s
         assert isinstance(read_run(path, [f"{key}={value}" for key, value in overrides]), RunConfig)
     except TangramError as error:
         assert str(error) and "\n" not in str(error)
+
+
+def test_every_key_is_read_somewhere() -> None:
+    root = Path(__file__).parents[2] / "tangram"
+    kept_out = {"fsdp2.py", "fsdp2_keys.py"}
+    source = "".join(path.read_text(encoding="utf-8") for path in root.rglob("*.py") if path.name not in kept_out)
+    own = {key for key in leaf_keys(Fsdp2Config) if key[0] in ("parallel", "model", "features", "training")}
+    unread = {".".join(key) for key in own if not re.search(rf"[.\"]{key[-1]}\b", source)}
+    assert not unread

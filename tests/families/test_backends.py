@@ -14,7 +14,7 @@ from tests.config.conftest import Files
 from tests.conftest import TinyHF
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3vl"
-LINE = "family qwen3_vl: weights can be converted, the megatron backend does not run it yet"
+LINE = "family qwen3_vl: weights can be converted, the megatron backend does not run it yet; use fsdp2"
 
 
 @pytest.fixture

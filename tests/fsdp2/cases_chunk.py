@@ -14,12 +14,14 @@ from tests.fsdp2.kit import PLAN, engine_of, read, real_batch, write_run
 
 LAYERS = PLAN["apply_modules"]
 NORM = "model.language_model.norm"
+RECOMPUTED = {"recompute": True, "recompute_plan": {"apply_modules": ["model.language_model.layers.{*}"]}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "root owns the head": {},
     "head is a unit": {"parallel": {"fsdp_plan": {"apply_modules": [*LAYERS, "lm_head"]}}},
-    "norm and head are units": {"parallel": {"fsdp_plan": {"apply_modules": [*LAYERS, NORM, "lm_head"]}}},
-    "layers are recomputed": {"features": {"recompute": True, "recompute_plan": {"apply_modules": ["model.language_model.layers.{*}"]}}},
-    "bf16": {"parallel": {"fsdp_plan": {"apply_modules": [*LAYERS, "lm_head"], "param_dtype": "bf16", "reduce_dtype": "fp32"}}},
+    "norm and head are units, recomputed layers": {
+        "parallel": {"fsdp_plan": {"apply_modules": [*LAYERS, NORM, "lm_head"]}},
+        "features": RECOMPUTED,
+    },
 }
 
 
@@ -33,23 +35,27 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_variants(hf: Path, folder: Path, names: list[str], losses: list[str]) -> dict[str, Any]:
-    """For every variant the loss, this rank's gradients against those of the same run with whole logits, and the gathers of both."""
+def run_variants(hf: Path, folder: Path, names: list[str], loss_type: str) -> dict[str, Any]:
+    """For every variant losses and gathers, in chunks and with whole logits, and how far this rank's gradients are apart."""
     found = {}
     for name in names:
-        for loss_type in losses:
-            changes = {**VARIANTS[name], "features": {**VARIANTS[name].get("features", {}), "loss_cfg": {"loss_type": loss_type}}}
-            whole = _run(hf, folder, changes, {})
-            for switch, chunk in (("enable_chunk_loss", 1), ("enable_dynamic_chunk_loss", 1000)):
-                chunked = {switch: True, "chunkloss_plan": {"chunk_size": chunk, "total_chunk_size": chunk}}
-                mine = _run(hf, folder, changes, chunked)
-                found[f"{name}, {loss_type}, {switch} {chunk}"] = {
-                    "losses": (mine["loss"], whole["loss"]),
-                    "evaluated": (mine["evaluated"], whole["evaluated"]),
-                    "gathers": (mine["gathers"], whole["gathers"]),
-                    "error": _error(mine["gradients"], whole["gradients"]),
-                }
+        changes = {**VARIANTS[name], "features": {**VARIANTS[name].get("features", {}), "loss_cfg": {"loss_type": loss_type}}}
+        whole = _run(hf, folder, changes, {})
+        for switch, chunk in (("enable_chunk_loss", 1), ("enable_dynamic_chunk_loss", 1000)):
+            mine = _run(hf, folder, changes, {switch: True, "chunkloss_plan": {"chunk_size": chunk, "total_chunk_size": chunk}})
+            found[f"{name}, {switch} {chunk}"] = {
+                **{kind: (mine[kind], whole[kind]) for kind in ("losses", "evaluated", "gathers")},
+                "error": _error(mine["gradients"], whole["gradients"]),
+            }
     return found
+
+
+def bf16_errors(hf: Path, folder: Path) -> tuple[float, float]:
+    """How far the gradient of this rank's part of the head in bf16 is from that in fp32, in chunks and with whole logits."""
+    low = {"parallel": {"fsdp_plan": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}}
+    chunks = {"enable_chunk_loss": True, "chunkloss_plan": {"chunk_size": 1}}
+    exact, mine, whole = (_run(hf, folder, *one)["gradients"]["lm_head.weight"] for one in (({}, {}), (low, chunks), (low, {})))
+    return float((mine - exact).norm() / exact.norm()), float((whole - exact).norm() / exact.norm())
 
 
 def _run(hf: Path, folder: Path, changes: Mapping[str, Any], chunked: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def _run(hf: Path, folder: Path, changes: Mapping[str, Any], chunked: Mapping[st
     with Gathers() as gathers:
         result = engine.forward_backward(mine)
     gradients = {tensor.name: tensor.local.clone() for tensor in engine.canonical_gradients()}
-    return {"loss": result.loss, "gradients": gradients, "gathers": gathers.count, "evaluated": engine.evaluate(mine).loss}
+    return {"losses": result.loss, "gradients": gradients, "gathers": gathers.count, "evaluated": engine.evaluate(mine).loss}
 
 
 def _error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:

@@ -17,7 +17,14 @@ from tangram.data.medium import Grid, Medium
 from tangram.families import get_family
 
 IMAGE, OTHER_IMAGE, VIDEO = (1, 4, 6), (1, 6, 4), (2, 4, 4)
-KINDS: dict[str, tuple[Grid, ...]] = {"text": (), "image": (IMAGE,), "images": (IMAGE, OTHER_IMAGE), "video": (VIDEO,), "both": (VIDEO, IMAGE)}
+KINDS: dict[str, tuple[Grid, ...]] = {
+    "text": (),
+    "square": ((1, 4, 4),),
+    "image": (IMAGE,),
+    "images": (IMAGE, OTHER_IMAGE),
+    "video": (VIDEO,),
+    "both": (VIDEO, IMAGE),
+}
 
 
 class Rows:

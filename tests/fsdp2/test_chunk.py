@@ -18,6 +18,7 @@ from tangram.backends.fsdp2.registry import model_register
 from tangram.config.fsdp2 import Fsdp2Features
 from tangram.errors import ConfigError
 from tests.fsdp2.kit import real_batch
+from tests.fsdp2.ranks import on_ranks
 
 Losses = dict[str, Any]
 
@@ -243,3 +244,24 @@ def test_registered_classes_bear_the_names_of_transformers_and_are_theirs_with_c
     mine, theirs = model(**arguments), plain(**arguments)
     assert torch.equal(mine.loss, theirs.loss)
     assert torch.equal(mine.logits, theirs.logits)
+
+
+CASES = Path(__file__).with_name("cases_chunk.py")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_with_different_numbers_of_chunks_gather_as_often_and_learn_the_same(tiny_hf: Callable[..., Path], tmp_path: Path, tied: bool) -> None:
+    """Rank 1 has no label in its first micro-batch and fewer in its second; a head that is gathered for each chunk would hang."""
+    names = ["root owns the head"] if tied else ["head is a unit", "norm and head are units, recomputed layers"]
+    for found in on_ranks(2, CASES, "run_variants", tiny_hf("qwen2_5_vl", tied=tied), tmp_path, names, "per_sample_loss" if tied else "default"):
+        for case, one in found.items():
+            for kind in ("losses", "evaluated"):
+                chunked_one, whole = one[kind]
+                assert abs(chunked_one - whole) < 1e-6 * whole, (case, kind)
+            assert one["gathers"][0] == one["gathers"][1] > 0, case
+            assert one["error"] < 1e-5, case
+
+
+def test_bf16_gradients_are_no_further_from_those_in_fp32_than_with_whole_logits(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
+    for chunked_error, whole_error in on_ranks(2, CASES, "bf16_errors", tiny_hf("qwen2_5_vl"), tmp_path):
+        assert chunked_error < 1.05 * whole_error < 0.05

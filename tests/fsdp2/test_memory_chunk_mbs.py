@@ -90,7 +90,6 @@ def test_models_with_3d_positions_are_refused_before_they_run() -> None:
     ("changes", "message"),
     [
         ({"enable_chunk_mbs": True}, "features.enable_chunk_mbs is on, but features.chunkmbs_plan.apply_modules is empty"),
-        ({"chunkmbs_plan": {"apply_modules": ["0"]}}, "but features.enable_chunk_mbs is off"),
         (chunks("0") | {"loss_cfg": {"router_aux_loss_coef": 0.01}}, "enable_chunk_mbs with router_aux_loss_coef 0.01"),
     ],
 )

@@ -113,13 +113,14 @@ def test_each_stretch_of_memory_goes_once_and_weights_and_shared_inputs_stay() -
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("plan", [offload(*LAYERS, *BLOCKS), offload(*LAYERS, *BLOCKS) | recompute(*LAYERS)])
-def test_gradients_of_models_are_bit_equal(tiny_hf: TinyHF, family: str, plan: dict[str, Any]) -> None:
+def test_gradients_of_models_are_bit_equal(tiny_hf: TinyHF, family: str, plan: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     hf = tiny_hf(family)
     batch, _ = real_batch(hf)
     expected = observe(load_reference(hf), batch)
     model = load_reference(hf)
     prepare(model, features(**plan))
     found = observe(model, batch)
+    assert caplog.messages.count("activations are on the host already: offloading them copies them and saves nothing") == 1
     assert found.loss == expected.loss
     for name, gradient in expected.gradients.items():
         assert torch.equal(found.gradients[name], gradient), name
@@ -142,10 +143,16 @@ def test_a_recomputed_block_sends_its_hidden_states_alone(tiny_hf: TinyHF, monke
     ("changes", "message"),
     [
         ({"enable_activation_offload": True}, "enable_activation_offload is on, but features.activation_offload_plan.apply_modules is empty"),
-        ({"activation_offload_plan": {"apply_modules": ["0"]}}, "names 1 pattern.* but features.enable_activation_offload is off"),
         (recompute("0") | offload("0.0"), "0.0 lies within 0, which is recomputed, so what it saves would be copied for nothing; name 0"),
     ],
 )
 def test_plans_that_cannot_be_meant(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), features(**changes))
+
+
+def test_plans_of_features_that_are_off_change_nothing() -> None:
+    """Public run files keep them."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    prepare(model, features(activation_offload_plan={"apply_modules": ["0"]}, chunkmbs_plan={"apply_modules": ["0"]}))
+    assert "forward" not in model[0].__dict__

@@ -108,7 +108,7 @@ def test_what_a_plug_ins_data_cannot_do_is_refused_before_the_run(run_file: Path
         return str(caught.value)
 
     check_run(read_run(run_file), 1).raise_errors()
-    assert "'other_word' is not registered; did you mean 'other_words'" in error("data.dataset_param.dataset_type=other_word")
+    assert "'other_word' is not registered (did you mean 'other_words'?)" in error("data.dataset_param.dataset_type=other_word")
     assert "bad_samples skip" in error("data.dataset_param.basic_parameters.bad_samples=skip")
     assert "token_budget" in error("data.dataloader_param.token_budget=64")
     assert "of no registered family" in error("data.dataset_param.dataset_type=huggingface", "data.dataset_param.own={}")

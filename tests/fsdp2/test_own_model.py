@@ -65,8 +65,10 @@ def test_loss_and_every_gradient_on_two_ranks_are_those_of_transformers(which: s
     found = {one.name: one.tensor for one in assemble(sorted(tmp_path.glob("*.safetensors")))}
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert found.keys() == expected.keys()
+    # Some are true zeros (biases of keys), of which rounding of terms as large as the others is left.
+    rounding = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected.values()]).median())
     for name, gradient in found.items():
-        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-8, name
+        assert (gradient - expected[name]).norm() <= max(1e-5 * expected[name].norm(), rounding), name
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -101,7 +103,7 @@ def test_random_weights_are_what_the_constructor_draws_under_the_runs_seed(llama
         assert on_ranks(ranks, CASES, "trained", run_file, *random, *more) == [1] * ranks
         losses.append(losses_of(save)[1])
     torch.manual_seed(42)
-    fresh = type(model)(model.config).float()
+    fresh = type(model)(model.config).float().requires_grad_(False)
     batches = next(iter(own_loader(read_run(run_file, ["training.gradient_accumulation_steps=2"]), 0, 1)))
     tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     sums = [

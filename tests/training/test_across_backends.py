@@ -103,6 +103,6 @@ def test_in_bf16_both_store_the_same_and_read_the_masters(tmp_path: Path) -> Non
             assert [int(held[key]) for held in (before, there, back)] == [3, 4, 5], key
         else:
             assert relative(there[key], value) < 1, key
-    assert sum(not torch.equal(before[key], before[key].bfloat16().float()) for key in masters) > 50, "else masters and weights could not be told apart"
+    assert sum(not torch.equal(before[key], before[key].bfloat16().float()) for key in masters) > 50, "masters are not the weights"
     manifest = json.loads((tmp_path / "there" / "ckpt" / "iter_0000004" / "manifest.json").read_text())
     assert manifest["optimizer"] and manifest["split"]["fully_shard"] == 2

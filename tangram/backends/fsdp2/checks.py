@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.model_hub import ModelHub
+from tangram.backends.fsdp2.sharding import precision
+from tangram.backends.fsdp2.units import plan_units
 from tangram.config.fsdp2_plans import check_paths
 from tangram.config.preflight_rules import Rule, Subject
 from tangram.errors import ConfigError
@@ -12,7 +15,7 @@ def modules(subject: Subject) -> str:
     """Build the model without memory and hold every plan against its modules.
 
     Raises:
-        ConfigError: as ``ModelHub.skeleton``, or nothing is trained.
+        ConfigError: as ``ModelHub.skeleton``, ``precision``, ``prepare`` and ``plan_units``, or nothing is trained.
     """
     settings = subject.run.fsdp2
     assert settings is not None
@@ -21,7 +24,10 @@ def modules(subject: Subject) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not trained:
         raise ConfigError("model.freeze covers every parameter, so nothing would be trained; leave something out of it")
+    precision(settings.parallel.fsdp_plan)
     reached = check_paths(settings, [path for path, _ in model.named_modules() if path])
+    prepare(model, settings.features)
+    plan_units(model, settings.parallel.fsdp_plan)
     return f"{type(model).__name__}, {trained:,} of {total:,} parameters are trained; modules: {reached}"
 
 

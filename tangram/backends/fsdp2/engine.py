@@ -61,15 +61,16 @@ class Fsdp2Engine:
         self.data_parallel_rank, self.data_parallel_size = self.meshes.data_parallel_rank, self.meshes.data_parallel_size
         self.reports_data = dist.get_rank() % (dist.get_world_size() // self.data_parallel_size) == 0
         self.topology = Topology.build(vision_layers=0, text_layers=1)
-        self.axes = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1)}
+        experts = self.settings.parallel.expert_parallel_size
+        self.axes: Mapping[str, int] = {"fully_shard": self.meshes.sharding.size(-1), "ulysses": self.meshes.world.size(-1), "experts": experts}
         self.module = ModelHub.build(self.settings)
         self.file_names = ModelFileNames(self.module)
         self._drawn = not any(parameter.is_meta for parameter in self.module.parameters())
-        experts = split_experts(self.module, self.settings.parallel, self.meshes.device)
+        dealt = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
-            share_tokens(self.module, self.meshes.ulysses)
-        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes, experts)
+            share_tokens(self.module, self.meshes.ulysses, self.settings.features.loss_cfg)
+        self.sharded = shard(self.module, self.settings.parallel.fsdp_plan, self.meshes, dealt)
         self.vision = VisionBalance(self.module, self.meshes.device)
         flash = self.settings.model.attn_implementation.startswith("flash_attention")
         self._segments = PackedSegments(self.module.get_decoder()) if flash else None  # type: ignore[operator]
@@ -136,7 +137,8 @@ class Fsdp2Engine:
         self.module.eval()
         for batch, lacking in zip(micro_batches, self._lacking_passes(micro_batches), strict=True):
             self.vision.lack(lacking)
-            yield self.module(**self._arguments(batch)).logits
+            made = self.module(**self._arguments(batch)).logits
+            yield made if self.meshes.ulysses is None else share_of(batch["labels"].shape[1], self.meshes.ulysses).whole(made)
         self.sharded.free()
 
     def _run(self, micro_batches: Sequence[Batch], backward: bool) -> ForwardResult:
@@ -205,13 +207,15 @@ class Fsdp2Engine:
         model: Any = self.module
         arguments = self._arguments(batch)
         labels = batch["labels"].to(self.meshes.device, non_blocking=True)
+        if self.meshes.ulysses is not None:
+            labels = share_of(labels.shape[1], self.meshes.ulysses).own(labels, 1)
         if routers:
             arguments["output_router_logits"] = True
         if self.run.training.loss_type != "raw":
             model.loss_function = own = SupervisedLoss(learnt)
             output = model(**arguments, labels=labels)
             # A class that computes its loss without asking for the function gives logits to compute ours from.
-            loss = output.loss if own.asked else own(logits_of(output, model), labels)
+            loss = output.loss if own.asked else own(logits_of(output, model, labels), labels)
         elif len(learnt.targets):
             output = model(**arguments, labels=labels)
             loss = output.loss * learnt.share

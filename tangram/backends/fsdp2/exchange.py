@@ -21,8 +21,8 @@ def exchange(
         join_sizes: along ``join_axis``, what rank i holds and sends. Where the axes differ, ours is ``tensor.shape[join_axis]``.
 
     Returns:
-        Of our size in ``split_sizes`` along ``split_axis``, and of the sum of ``join_sizes`` along ``join_axis``. The gradient travels back the same way.
-        Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+        Of our size in ``split_sizes`` along ``split_axis``, and of the sum of ``join_sizes`` along ``join_axis``. The gradient travels back the
+        same way. Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
     result: Tensor = _Exchange.apply(tensor, group, split_axis, tuple(split_sizes), join_axis, tuple(join_sizes))
     return result
@@ -47,7 +47,7 @@ def sum_parts(tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) ->
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         tensor: Tensor,
         group: dist.ProcessGroup,
@@ -60,7 +60,7 @@ class _Exchange(torch.autograd.Function):
         return _move(tensor, group, split_axis, split_sizes, join_axis, join_sizes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _move(gradient, *ctx.way), None, None, None, None, None
 
 

@@ -1,8 +1,8 @@
 """Expert parallel: ranks hold different experts, and tokens travel to them.
 
 Ranks are laid out ``[edp, efsdp, ep]``: ``ep`` ranks side by side hold different experts, ``efsdp`` share the weights of the same ones, ``edp`` are
-copies. Stacks of experts become DTensors cut on their first axis over ``ep``, and ``fully_shard`` cuts them on their second over ``efsdp``. Every token
-reaches its experts once, from whatever rank, so the gradients of experts are sums over all ranks as all others are.
+copies. Stacks of experts become DTensors cut on their first axis over ``ep``, and ``fully_shard`` cuts them on their second over ``efsdp``. Every
+token reaches its experts once, from whatever rank, so the gradients of experts are sums over all ranks as all others are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tangram.config.fsdp2 import Fsdp2Parallel
 from tangram.config.fsdp2_sizes import expert_sizes
 from tangram.config.patterns import match_each
 from tangram.errors import ConfigError
-from tangram.platform import current
 
 KEY = "parallel.ep_plan"
 STACKS = ("gate_up_proj", "down_proj")
@@ -87,7 +86,8 @@ def split_experts(model: nn.Module, parallel: Fsdp2Parallel, device: torch.devic
                 raise ConfigError(f"parallel.fsdp_plan.{key} names {path}, but {KEY} shards {held}; remove it from one of them")
 
     # What is not sharded is copied to all ranks that hold the same experts.
-    meshes_of = {size: _mesh(device, copies * shard // size, size, ranks) for size in {shard if path in sharded else 1 for path in chosen}}
+    used = sorted({shard if path in sharded else 1 for path in chosen})
+    meshes_of = {size: _mesh(device, copies * shard // size, size, ranks) for size in used}
     meshes = {}
     for path in chosen:
         whole = meshes_of[shard if path in sharded else 1]
@@ -108,8 +108,6 @@ def _check_plan(parallel: Fsdp2Parallel) -> None:
         raise ConfigError(
             f"{KEY} or expert_fully_shard_parallel_size is given, but parallel.expert_parallel_size is 1; set that, or leave experts to fsdp_plan"
         )
-    if ranks > 1 and plan.use_npu_fused_ops and current().name == "npu":
-        raise ConfigError(f"{KEY}.use_npu_fused_ops: this backend has no fused operators for experts; set it to false")
 
 
 def _flat(found: Mapping[str, Sequence[str]]) -> list[str]:
@@ -120,7 +118,9 @@ def _split(path: str, module: nn.Module, mesh: DeviceMesh, dispatcher: str) -> N
     """Keep this rank's experts of one module, and let its forward send tokens to them."""
     stacks = [getattr(module, name, None) for name in STACKS]
     if not all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks) or len(list(module.parameters())) != len(STACKS):
-        raise ConfigError(f"{KEY}.apply_modules: {path} is a {type(module).__name__}, not experts that are stacked as {' and '.join(STACKS)}; correct it")
+        raise ConfigError(
+            f"{KEY}.apply_modules: {path} is a {type(module).__name__}, not experts that are stacked as {' and '.join(STACKS)}; correct it"
+        )
     if not getattr(module, "is_concatenated", True) or not getattr(module, "has_gate", True):
         raise ConfigError(f"{KEY}.apply_modules: {path} holds its experts without a gate or with gate and up interleaved, which is not supported")
     count, ranks = len(stacks[0]), mesh.size()  # type: ignore[arg-type]
@@ -160,7 +160,9 @@ class SentExperts(Wrapped):
         if weights.shape != numbers.shape:
             weights = weights.gather(1, numbers)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return self.send(tokens, numbers, weights).view(hidden_states.shape)
+        made = self.send(tokens, numbers, weights)
+        # fully_shard warns of outputs that are views.
+        return made if made.shape == hidden_states.shape else made.view(hidden_states.shape)
 
     def send(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """What the experts make of tokens.
@@ -214,9 +216,9 @@ class AllGatherExperts(SentExperts):
 
     def send(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         own = torch.tensor([len(tokens)], device=tokens.device)
-        every = own.new_empty(self.ranks)
-        dist.all_gather_into_tensor(every, own, group=self.group)
-        sizes = every.tolist()
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own, group=self.group)
+        sizes = torch.cat(every).tolist()
         tokens, numbers, weights = (gather(part, self.group, sizes) for part in (tokens, numbers, weights))
         row, copy = ((numbers >= self.first) & (numbers < self.first + self.held)).nonzero(as_tuple=True)
         expert = numbers[row, copy] - self.first

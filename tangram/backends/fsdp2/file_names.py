@@ -66,7 +66,7 @@ def _renames(model: nn.Module) -> list[Rename]:
         renamings = [one for one in conversions or () if isinstance(one, WeightRenaming)]
         return lambda key: rename_source_key(key, renamings, [])[0]
 
-    found.append(by(get_model_conversion_mapping(model)))  # type: ignore[arg-type]
+    found.append(by(get_model_conversion_mapping(model)))
     # A subclass of a plug-in counts as foreign there, though its files may be those of the class it extends.
     names = [base.__name__ for base in type(model).__mro__ if base.__module__.startswith("transformers.models.")]
     return [*found, *(by(get_checkpoint_conversion_mapping(name)) for name in [*names, getattr(model.config, "model_type", "")] if name)]

@@ -92,7 +92,7 @@ def forward_arguments(model: nn.Module, batch: Batch, device: torch.device) -> d
     media = {number: getattr(config, key) for number, key in ((1, "image_token_id"), (2, "video_token_id")) if getattr(config, key, None) is not None}
     if "mm_token_type_ids" in known and "mm_token_type_ids" not in tensors and media:
         ids = tensors["input_ids"]
-        tensors["mm_token_type_ids"] = sum(number * (ids == token).int() for number, token in media.items())  # type: ignore[assignment]
+        tensors["mm_token_type_ids"] = sum(number * (ids == token).int() for number, token in media.items())
     return {**tensors, **({"use_cache": False} if "use_cache" in known or _takes_any(known) else {})}
 
 

@@ -35,16 +35,17 @@ class SupervisedLoss:
         return (torch.nn.functional.cross_entropy(picked, learnt.targets, reduction="none") * learnt.weights).sum()
 
 
-def logits_of(output: Any, model: nn.Module) -> Tensor:
-    """Logits ``[b, s, V]`` that a forward pass gave.
+def logits_of(output: Any, model: nn.Module, labels: Tensor) -> Tensor:
+    """Logits ``[b, s, V]`` that a forward pass gave, one for each of ``labels``.
 
     Raises:
-        ConfigError: none.
+        ConfigError: none, or of other positions.
     """
     logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+        found = f"logits {list(logits.shape)} for labels {list(labels.shape)}" if isinstance(logits, Tensor) else "no logits"
         raise ConfigError(
             f"{type(model).__name__}: forward neither calls self.loss_function(logits=..., labels=..., vocab_size=...) with logits [batch, tokens, "
-            "vocabulary] nor returns logits; do one of them, or set features.loss_cfg.loss_type to raw, its own loss"
+            f"vocabulary] nor returns them (it returned {found}); do one of them, or set features.loss_cfg.loss_type to raw, its own loss"
         )
     return logits

@@ -16,7 +16,10 @@ from tangram.backends.fsdp2.registry import model_register
 from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.fsdp2_plans import check_paths
 from tangram.config.patterns import match_each
+from tangram.config.sources import read_hf_config
 from tangram.errors import ConfigError
+from tangram.platform import current
+from tangram.platform.operators.fuse import fuse
 
 
 class ModelHub:
@@ -24,14 +27,16 @@ class ModelHub:
 
     @staticmethod
     def build(config: Fsdp2Config) -> nn.Module:
-        """The model in fp32, frozen where the run file says so, without the weights of the files.
+        """The model in fp32, frozen where the run file says so, with the platform's fused operators, without the weights of the files.
 
         With ``init_model_with_meta_device`` its parameters take no memory yet; buffers are always real, for constructors compute them.
 
         Raises:
             ConfigError: the directory is no model's, the class is unknown, or a pattern of any plan matches nothing.
         """
-        return _built(config, on_meta=config.training.init_model_with_meta_device)
+        model = _built(config, on_meta=config.training.init_model_with_meta_device)
+        fuse(model, current().name)
+        return model
 
     @staticmethod
     def skeleton(config: Fsdp2Config) -> nn.Module:
@@ -60,8 +65,14 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
     model_class: Any = model_class_of(source.model_id, hf)
     if chunked(config.features):
         model_class = with_chunk_loss(model_class)
-    with _on_meta() if on_meta else _seeded(config.training.seed):
-        model = model_class._from_config(hf, dtype=torch.float32)
+    try:
+        with _on_meta() if on_meta else _seeded(config.training.seed):
+            model = model_class._from_config(hf, dtype=torch.float32)
+    except (AttributeError, KeyError, TypeError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.model_name_or_path {source.model_name_or_path}: {model_class.__name__} cannot be built of its config.json "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); is it of another version of transformers?"
+        ) from error
     if hasattr(model, "tie_weights"):
         # On the meta device modules were given parameters of their own.
         model.tie_weights()
@@ -82,7 +93,8 @@ def model_class_of(model_id: str | None, hf: Any) -> type:
 
     if model_id is not None:
         return model_register.get(model_id)
-    names = getattr(hf, "architectures", None) or []
+    # Configs of 4.57 answer for their text part.
+    names = getattr(hf, "architectures", None) or read_hf_config(hf.name_or_path).get("architectures") or []
     if names == [CLASSES.get(hf.model_type)]:
         return model_register.get(hf.model_type)
     if not names or not inspect.isclass(getattr(transformers, names[0], None)):

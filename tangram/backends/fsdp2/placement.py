@@ -71,8 +71,9 @@ def whole_tensors(model: nn.Module, described: ModelConfig | None) -> dict[str, 
     found: dict[str, Source] = {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        if name in known and known[name].stacked_shape is not None:
-            canonical, out_in = known[name].stacked_shape, holds_out_in(model.get_submodule(name.rpartition(".")[0]))
+        canonical = known[name].stacked_shape if name in known else None
+        if canonical is not None:
+            out_in = holds_out_in(model.get_submodule(name.rpartition(".")[0]))
             check_stack(name, shape, canonical, out_in)
             found[name] = Source(name, canonical, stacked=out_in)
         else:

@@ -30,6 +30,7 @@ class ShardedModel:
         entered: sharded modules in the order in which they are entered, the root not among them.
         whole: trained parameters that every rank holds whole.
         experts: units of expert parallel.
+        alone: one process holds all.
     """
 
     root: FSDPModule
@@ -37,6 +38,7 @@ class ShardedModel:
     entered: Sequence[FSDPModule]
     whole: Sequence[nn.Parameter] = field(default_factory=list)
     experts: Sequence[FSDPModule] = ()
+    alone: bool = False
 
     def gather(self) -> None:
         """Start to gather all units (``pregather``)."""
@@ -52,6 +54,10 @@ class ShardedModel:
         """Before a micro-batch. Copies of the weights (HSDP) sum their gradients once, in the ``last``; no rank waits for sums before that."""
         self.root.set_requires_all_reduce(last)
         self.root.set_is_last_backward(last)
+        if self.alone:
+            # There is nobody to share with: gathering and summing are copies, of which one per step will do.
+            self.root.set_requires_gradient_sync(last)
+            self.root.set_reshard_after_backward(last)
 
     @torch.no_grad()
     def sum_whole(self) -> None:
@@ -105,6 +111,7 @@ def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes, experts: SplitExpert
         [_module(model, unit) for unit in units.units],
         [parameter for parameter in model.parameters() if parameter.requires_grad and not isinstance(parameter, DTensor)],
         own,
+        alone=dist.get_world_size() == 1 and not plan.cpu_offload,
     )
     _prefetch(sharded, plan)
     _hook(model, units)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.fsdp2.exchange import exchange, gather
+from tangram.config.fsdp2 import LossConfig
 from tangram.errors import ConfigError, DataError
 
 PREFIX = "ulysses_"
@@ -64,6 +65,10 @@ class Share:
         """This rank's columns."""
         return whole.narrow(axis, self.start, self.size)
 
+    def whole(self, own: Tensor) -> Tensor:
+        """The columns of all ranks of ``[b, columns, ...]``."""
+        return gather(own.transpose(0, 1), self.group, self.sizes).transpose(0, 1)
+
 
 def share_of(length: int, group: dist.ProcessGroup) -> Share:
     """The share of a text sequence.
@@ -77,26 +82,38 @@ def share_of(length: int, group: dist.ProcessGroup) -> Share:
     return Share(group, shares(length, ranks))
 
 
-def share_tokens(model: nn.Module, group: dist.ProcessGroup) -> None:
+def share_tokens(model: nn.Module, group: dist.ProcessGroup, loss: LossConfig) -> None:
     """Make a Hugging Face model share tokens over ``group``, before it is sharded.
 
     Raises:
-        ConfigError: heads that cannot be shared, or a model whose layers are not as transformers' are.
+        ConfigError: heads that cannot be shared, a loss that needs the whole sequence, or a model whose layers are not as transformers' are.
     """
+    ranks = dist.get_world_size(group)
+    if loss.loss_type == "raw":
+        raise ConfigError(
+            f"features.loss_cfg.loss_type raw: the model's own loss needs whole samples, which parallel.ulysses_parallel_size {ranks} cuts; "
+            "use default, which is the same mean of each micro-batch"
+        )
+    if loss.router_aux_loss_coef > 0:
+        raise ConfigError(
+            f"features.loss_cfg.router_aux_loss_coef {loss.router_aux_loss_coef}: the routers' loss is one of whole micro-batches, which "
+            f"parallel.ulysses_parallel_size {ranks} cuts; set the first to 0 or the second to 1"
+        )
     get_decoder: Callable[[], nn.Module] | None = getattr(model, "get_decoder", None)
     text: Any = get_decoder() if get_decoder is not None else None
-    layers = getattr(text, "layers", None)
+    layers: Any = getattr(text, "layers", None)
     attention = getattr(layers[0], "self_attn", None) if layers else None
     if attention is None or not hasattr(attention, "config"):
         raise ConfigError(
-            f"parallel.ulysses_parallel_size: {type(model).__name__} has no decoder with layers[i].self_attn, as transformers' models have; set it to 1"
+            f"parallel.ulysses_parallel_size: {type(model).__name__} has no decoder with layers[i].self_attn, as transformers' models have; "
+            "set it to 1"
         )
-    check_heads(text.config.num_attention_heads, text.config.num_key_value_heads, dist.get_world_size(group))
+    check_heads(text.config.num_attention_heads, text.config.num_key_value_heads, ranks)
     _use_own_attention(text.config)
     text.register_forward_pre_hook(_TextModel(group), with_kwargs=True)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(_TextLayer(group, first=number == 0), with_kwargs=True)
-    for tower in [module for module in model.modules() if is_shared_tower(module, dist.get_world_size(group))]:
+    for tower in [module for module in model.modules() if is_shared_tower(module, ranks)]:
         _share_tower(tower, group)
 
 
@@ -110,7 +127,8 @@ def check_heads(query: int, key_value: int, ranks: int) -> None:
         raise ConfigError(f"parallel.ulysses_parallel_size {ranks} must divide the {query} attention heads of the text model; choose another")
     if key_value % ranks and ranks % key_value:
         raise ConfigError(
-            f"parallel.ulysses_parallel_size {ranks} must divide the {key_value} key/value heads of the text model, or be a multiple of them; choose another"
+            f"parallel.ulysses_parallel_size {ranks} must divide the {key_value} key/value heads of the text model, or be a multiple of them; "
+            "choose another"
         )
 
 
@@ -259,9 +277,9 @@ def _attention_function(name: str, module: Any) -> Callable[..., tuple[Tensor, A
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name == "eager":
-        function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module.original).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module.original).__module__].eager_attention_forward
         return function
-    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 class _With:

@@ -16,7 +16,8 @@ def prepare(model: nn.Module, features: Fsdp2Features) -> None:
     """Apply, from the inside out: recomputation, offload of activations, chunks of micro-batches.
 
     Raises:
-        ConfigError: a feature without modules, modules without their feature, patterns as ``match_each``, or two features that do not go together.
+        ConfigError: a feature without modules, a recompute_plan without recompute, patterns as ``match_each``, or two features that do not go
+            together.
     """
     recomputed = _recompute(model, features)
     _offload(model, features, recomputed)
@@ -25,7 +26,10 @@ def prepare(model: nn.Module, features: Fsdp2Features) -> None:
 
 def _recompute(model: nn.Module, features: Fsdp2Features) -> dict[str, nn.Module]:
     plan, coefficient = features.recompute_plan, features.loss_cfg.router_aux_loss_coef
-    modules = chosen(model, plan.apply_modules, ("features.recompute", features.recompute), "features.recompute_plan.apply_modules")
+    key = "features.recompute_plan.apply_modules"
+    if plan.apply_modules and not features.recompute:
+        raise ConfigError(f"{key} names modules, but features.recompute is off; set it true (it stands in features), or remove the plan")
+    modules = chosen(model, plan.apply_modules, ("features.recompute", features.recompute), key)
     if modules and plan.use_reentrant and coefficient > 0:
         raise ConfigError(
             f"features.recompute_plan.use_reentrant with router_aux_loss_coef {coefficient}: router logits leave the recomputed modules without "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class Transfer(Protocol):
@@ -69,4 +72,7 @@ class StreamTransfer:
 
 def transfer_of(device: torch.device) -> Transfer:
     """The way between ``device`` and the host."""
-    return HostTransfer() if device.type == "cpu" else StreamTransfer(device)
+    if device.type != "cpu":
+        return StreamTransfer(device)
+    log.warning("activations are on the host already: offloading them copies them and saves nothing")
+    return HostTransfer()

@@ -33,23 +33,21 @@ class Wrapped:
 
 
 def chosen(model: nn.Module, patterns: list[str], switch: tuple[str, bool], key: str) -> dict[str, nn.Module]:
-    """Modules that a plan names, by path.
+    """Modules that a plan names, by path; none where the feature is off.
 
     Args:
         switch: key and value of what switches the feature on.
         key: of ``patterns``, for messages.
 
     Raises:
-        ConfigError: the switch is on and no module is named, or off and some are; a pattern that matches nothing or what another one matches;
-            a module that is never called; a module within another.
+        ConfigError: the feature is on and no module is named; a pattern that matches nothing or what another one matches; a module that is
+            never called; a module within another.
     """
     name, on = switch
-    if on != bool(patterns):
-        raise ConfigError(
-            f"{name} is on, but {key} is empty; name the modules, such as model.language_model.layers.{{*}}, or switch it off"
-            if on
-            else f"{key} names {len(patterns)} pattern(s), but {name} is off; switch it on, or remove the plan"
-        )
+    if not on:
+        return {}
+    if not patterns:
+        raise ConfigError(f"{name} is on, but {key} is empty; name the modules, such as model.language_model.layers.{{*}}, or switch it off")
     modules = {path: module for path, module in model.named_modules() if path}
     found = [path for paths in match_each(patterns, modules, key).values() for path in paths]
     for path in found:

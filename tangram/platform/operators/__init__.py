@@ -1,0 +1,35 @@
+"""Operators that some platform has fused: chosen for each tensor by its device, with the plain implementation everywhere else.
+
+| operator | npu | cuda |
+|---|---|---|
+| ``rms_norm`` | ``torch_npu.npu_rms_norm`` | ``torch.nn.functional.rms_norm`` |
+| ``swiglu`` | ``torch_npu.npu_swiglu`` | |
+| ``vision_rope`` | ``torch_npu.npu_rotary_mul`` | |
+| ``attention`` | ``torch_npu.npu_fusion_attention`` | torch's own, which is the plain one |
+"""
+
+from tangram.platform.operators import plain
+from tangram.platform.operators.operator import Fused, Operator
+
+_NPU = "tangram.platform.operators.npu"
+
+rms_norm = Operator(
+    "rms_norm",
+    plain.rms_norm,
+    {
+        "npu": Fused(_NPU, "torch_npu", "npu_rms_norm"),
+        # On cuda the plain one is fused already; a model of transformers has one of several kernels in its place.
+        "cuda": Fused("tangram.platform.operators.plain", "torch.nn.functional", "rms_norm"),
+    },
+)
+"""``(x [..., h], weight [h], eps) -> [..., h]``"""
+swiglu = Operator("swiglu", plain.swiglu, {"npu": Fused(_NPU, "torch_npu", "npu_swiglu")})
+"""``(gate [..., f], up [..., f]) -> [..., f]``"""
+vision_rope = Operator("vision_rope", plain.vision_rope, {"npu": Fused(_NPU, "torch_npu", "npu_rotary_mul")})
+"""``(query [s, heads, d], key [s, heads, d], cos [s, d], sin [s, d]) -> (query, key)``, computed in fp32"""
+attention = Operator("attention", plain.attention, {"npu": Fused(_NPU, "torch_npu", "npu_fusion_attention")})
+"""``(query [b, heads, s, d], key [b, groups, s, d], value, mask [b, 1, s, s] or None, dropout, causal, scale) -> [b, heads, s, d]``"""
+
+OPERATORS = {operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention)}
+
+__all__ = ["OPERATORS", "Fused", "Operator", "attention", "rms_norm", "swiglu", "vision_rope"]

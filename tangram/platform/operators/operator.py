@@ -1,0 +1,95 @@
+"""An operator: one plain implementation, and fused ones by device type."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from tangram.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SWITCH = "TANGRAM_FUSED_OPS"
+"""Environment: 0 turns off all fused operators."""
+MINDSPEED_SWITCH = "QWEN25VL_DISABLE_NPU_FUSION"
+"""Environment: 1 turns off those of the npu; MindSpeed-MM's name."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Where a fused implementation is.
+
+    Args:
+        module: of ours, imported when it is first wanted; it has a function of the operator's name.
+        library: that it calls.
+        function: of that library, without which it cannot run.
+    """
+
+    module: str
+    library: str
+    function: str
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Called like its implementations; the first argument is the tensor whose device decides.
+
+    Args:
+        fused: by device type.
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    fused: Mapping[str, Fused]
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (self.fused_for(tensor) or self.plain)(tensor, *args, **kwargs)
+
+    def fused_for(self, tensor: Tensor) -> Callable[..., Any] | None:
+        """The fused implementation for the device of ``tensor``, as ``fused_on``."""
+        return self.fused_on(device_type(tensor))
+
+    def fused_on(self, device: str) -> Callable[..., Any] | None:
+        """The fused implementation on a type of device; None: there is none, it cannot be imported, or it is switched off.
+
+        What is found at the first call stays so for the whole process.
+
+        Raises:
+            ConfigError: the environment's switch is neither 0 nor 1.
+        """
+        found = self.fused.get(device)
+        return None if found is None else _load(self.name, device, found)
+
+
+def device_type(tensor: Tensor) -> str:
+    """What decides."""
+    return tensor.device.type
+
+
+@cache
+def _load(name: str, device: str, fused: Fused) -> Callable[..., Any] | None:
+    if not _wanted(device):
+        return None
+    try:
+        getattr(importlib.import_module(fused.library), fused.function)
+        return getattr(importlib.import_module(fused.module), name)
+    except Exception as error:  # whatever a broken installation raises, the plain implementation is right
+        log.warning("%s is not fused on %s: %s: %s", name, device, type(error).__name__, " ".join(str(error).split()))
+        return None
+
+
+def _wanted(device: str) -> bool:
+    for variable, off, devices in ((SWITCH, "0", None), (MINDSPEED_SWITCH, "1", ("npu",))):
+        value = os.environ.get(variable)
+        if value not in (None, "", "0", "1"):
+            raise ConfigError(f"environment {variable} is {value!r}; give 0 or 1, or leave it out")
+        if value == off and (devices is None or device in devices):
+            return False
+    return True

@@ -1,0 +1,49 @@
+"""The operators in plain torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim."""
+    common = torch.promote_types(x.dtype, weight.dtype)
+    return functional.rms_norm(x.to(common), weight.shape, weight.to(common), eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    return functional.silu(gate) * up
+
+
+def vision_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate both halves of each head, in fp32. Source: ``apply_rotary_pos_emb_vision`` of transformers."""
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+    return rotate(query), rotate(key)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None) -> Tensor:
+    """Softmax attention.
+
+    Args:
+        mask: bool, True where a query may see a key; it replaces causality.
+        dropout: probability.
+        scale: of the scores; None: ``d ** -0.5``.
+    """
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
