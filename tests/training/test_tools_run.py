@@ -78,3 +78,12 @@ def test_two_runs_in_deterministic_mode_are_the_same_and_tools_tell_of_them(tmp_
     again = ["tangram", "train", str(file), f"training.save={tmp_path}/a/ckpt", f"training.load={tmp_path}/a/ckpt/iter_0000002"]
     run(tmp_path / "c", again, 2).succeeded()
     assert [step for step, _ in points(tmp_path / "a" / "ckpt" / "tensorboard")["loss"]] == [1, 2, 3, 4], "steps 3 and 4 are there once"
+
+
+def test_the_work_of_a_step_does_not_depend_on_the_split(tmp_path: Path) -> None:
+    """On the megatron backend: half of it is each of two ranks'."""
+    trial = kit.write_trial(tmp_path / "trial")
+    words = ["training.train_iters=3", "tools.peak_tflops=0.5"]
+    one, two = (kit.train(tmp_path / f"{n}", trial, [*words, *kit.split(n)], n) for n in (1, 2))
+    work = [[row["tflops_per_device"] * row["step_ms"] for row in rows] for rows in (one, two)]
+    assert work[0][0] > 0 and work[0] == pytest.approx([2 * value for value in work[1]], rel=1e-6)
