@@ -51,7 +51,7 @@ class Refused:
 WORKS: dict[str, Works] = {
     "--mm-model": Works("model.config", required=True, says="model.json: the model's pieces"),
     "--mm-data": Works("data", required=True, says="data.json: the samples and how they are read"),
-    "--mm-tool": Works("tools", says="tools.json: profiler and memory recorder"),
+    "--mm-tool": Works("tools", says="tools.json: profiler, memory recorder and writers"),
     "--plugin": Works("model.plugin", many=True, says="files or folders that register models of your own"),
     "--load": Works("model.load", says="weights: a Hugging Face directory, an mp_rank directory or a training checkpoint; absent: random"),
     "--cast-weights": Works("model.cast_weights", const=True, says="change the type of loaded weights to --bf16, --fp16 or fp32"),
@@ -107,6 +107,11 @@ WORKS: dict[str, Works] = {
     "--no-load-rng": Works("training.no_load_rng", const=True),
     "--num-workers": Works("training.num_workers", int, default=2),
     "--use-deter-comp": Works("training.deterministic", const=True),
+    "--manual-gc-interval": Works("training.manual_gc_interval", int, says="steps after which all ranks collect Python's garbage; 0: Python decides"),
+    "--tensorboard-dir": Works("tools.tensorboard.log_dir", says="switches TensorBoard on"),
+    "--wandb-project": Works("tools.wandb.project", says="switches Weights & Biases on"),
+    "--wandb-exp-name": Works("tools.wandb.name"),
+    "--wandb-save-dir": Works("tools.wandb.dir"),
 }
 
 CHECKED: dict[str, Checked] = {
@@ -126,6 +131,7 @@ CHECKED: dict[str, Checked] = {
     "--use-fused-rmsnorm": Checked("text_decoder has normalization RMSNorm", switch=True),
     "--group-query-attention": Checked("text_decoder has num_query_groups < num_attention_heads", switch=True),
     "--tokenizer-type": Checked("NullTokenizer; data.json names the tokenizer"),
+    "--manual-gc": Checked("--manual-gc-interval of 1 or more", switch=True),
     "--ckpt-format": Checked("torch_dist; training checkpoints are torch.distributed.checkpoint directories"),
 }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from tangram.config.flag_parser import FlagParser
 from tangram.config.flag_table import BUILT_IN, CHECKED, REFUSED, WORKS
 from tangram.config.model import ModelConfig
-from tangram.config.parsing import parse_section
+from tangram.config.parsing import merge, parse_section
 from tangram.config.public_keys import RunFacts
 from tangram.config.run import RunConfig
 from tangram.config.sources import read_data, read_model, read_tools
@@ -117,7 +118,7 @@ def _build(namespace: argparse.Namespace) -> RunConfig:
     raw: dict[str, Any] = {"parallel": {}, "model": {}, "features": {}, "training": {}}
     for name, flag in WORKS.items():
         value = _value(namespace, name)
-        if "." not in flag.key or value is None or value is False:
+        if flag.key.count(".") != 1 or value is None or value is False:
             continue
         section, key = flag.key.split(".")
         raw[section][key] = value if flag.const is None else flag.const
@@ -128,10 +129,26 @@ def _build(namespace: argparse.Namespace) -> RunConfig:
     facts = RunFacts(raw["training"].get("dtype", "fp32"), namespace.seq_length)
     raw["model"]["config"] = read_model(namespace.mm_model, facts)
     raw["data"] = read_data(namespace.mm_data)
-    if namespace.mm_tool is not None:
-        raw["tools"] = read_tools(namespace.mm_tool)
+    raw["tools"] = merge(read_tools(namespace.mm_tool).model_dump(exclude_unset=True) if namespace.mm_tool is not None else {}, _writers(namespace))
+    if not raw["tools"].get("wandb", {}).get("enable"):
+        for name in ("--wandb-exp-name", "--wandb-save-dir"):
+            if _value(namespace, name) is not None:
+                raise ConfigError(f"flags: {name} does nothing without --wandb-project; give it, or remove {name}")
     names = {flag.key: name for name, flag in WORKS.items() if flag.const is None}
     return parse_section(RunConfig, raw, "flags", base=Path.cwd(), names=names)
+
+
+def _writers(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What flags say of ``tools``. As in Megatron, the folder switches TensorBoard on and the project Weights & Biases."""
+    tools: dict[str, Any] = {}
+    for name, flag in WORKS.items():
+        if flag.key.startswith("tools.") and _value(namespace, name) is not None:
+            _, writer, key = flag.key.split(".")
+            tools.setdefault(writer, {})[key] = _value(namespace, name)
+    for writer, switch in (("tensorboard", "log_dir"), ("wandb", "project")):
+        if switch in tools.get(writer, {}):
+            tools[writer]["enable"] = True
+    return tools
 
 
 def _compare(namespace: argparse.Namespace, model: ModelConfig) -> None:
@@ -162,6 +179,8 @@ def _compare(namespace: argparse.Namespace, model: ModelConfig) -> None:
     for name, (holds, own) in facts.items():
         if _value(namespace, name) and not holds:
             raise ConfigError(f"flags: {name} does not agree with model.json, whose text_decoder has {own}; correct it or remove the flag")
+    if namespace.manual_gc and not namespace.manual_gc_interval:
+        raise ConfigError("flags: --manual-gc needs --manual-gc-interval, steps after which garbage is collected; give it, or remove --manual-gc")
     for name, only in (("--tokenizer-type", "NullTokenizer"), ("--ckpt-format", "torch_dist")):
         given = _value(namespace, name)
         if given not in (None, only):
@@ -172,6 +191,5 @@ def _compare(namespace: argparse.Namespace, model: ModelConfig) -> None:
 def _complete(namespace: argparse.Namespace, run: RunConfig) -> None:
     """Give absent flags the values that the run has, so that ``namespace`` says what is done."""
     for name, flag in WORKS.items():
-        if flag.const is None and flag.key.count(".") == 1 and flag.key != "model.config":
-            section, key = flag.key.split(".")
-            setattr(namespace, _dest(name), getattr(getattr(run, section), key))
+        if flag.const is None and "." in flag.key and flag.key != "model.config":
+            setattr(namespace, _dest(name), reduce(getattr, flag.key.split("."), run))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 
 from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
@@ -211,6 +212,20 @@ def evaluation(subject: Subject) -> str:
     return f"{training.eval_iters} steps every {training.eval_interval}" if training.eval_iters else "off"
 
 
+def tools(subject: Subject) -> str:
+    """Packages that writers need, and a place for their files."""
+    chosen, training = subject.run.tools, subject.run.training
+    writers = {"tensorboard": chosen.tensorboard.enable, "wandb": chosen.wandb.enable}
+    for name, wanted in writers.items():
+        if wanted and find_spec(name) is None:
+            raise ConfigError(f"tools.{name}.enable needs the package {name}: pip install {name}; or set it to false")
+    if chosen.tensorboard.enable and chosen.tensorboard.log_dir is None and training.save is None:
+        raise ConfigError("tools.tensorboard.enable needs log_dir, or training.save, the folder of checkpoints; give one")
+    recorders = {"profiler": chosen.profile.enable, "memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
+    on = [name for name, enabled in (recorders | writers).items() if enabled]
+    return ", ".join(on) or "nothing is switched on"
+
+
 GATES: tuple[tuple[str, Rule], ...] = (("backend", backend), ("layers per stage", layers_per_stage))
 """Rules without which the others have nothing to check."""
 RULES: tuple[tuple[str, Rule], ...] = (
@@ -223,6 +238,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("schedule", schedule),
     ("freezing", freezing),
     ("evaluation", evaluation),
+    ("tools", tools),
 )
 
 

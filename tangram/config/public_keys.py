@@ -180,21 +180,11 @@ DATA: dict[Path, dict[str, Entry]] = {
     },
 }
 
-_NPU = NoEffect("it is a setting of the NPU profiler")
-
 TOOLS: dict[Path, dict[str, Entry]] = {
     (): {"sorafeature": NoEffect("it belongs to video generation")},
     ("profile",): {
         "profile_type": Only(("static",), "only the static profiler is there"),
         "dynamic_param": NoEffect("only the static profiler is there"),
-    },
-    ("profile", "static_param"): {
-        **dict.fromkeys(("level", "data_simplification", "aic_metrics_type", "analyse_flag"), _NPU),
-        "with_cpu": Only((True,), "the CPU is always traced"),
-    },
-    ("memory_profile",): {
-        "stacks": Only(("all",), "all stacks are recorded"),
-        "max_entries": Only((None,), "all entries are kept"),
     },
 }
 

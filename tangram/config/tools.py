@@ -1,9 +1,11 @@
-"""The typed form of tools.json: the profiler and the memory recorder. Key names are those of MindSpeed-MM's tools.json.
+"""The typed form of tools.json: profiler, memory recorder, and where a run's numbers go besides the log. Names of the first two are MindSpeed-MM's.
 
 Steps are counted as the log counts iterations: with ``start_step`` 10 and ``end_step`` 12, iterations 11 and 12 are recorded.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -33,10 +35,26 @@ class StaticProfile(StepRange):
     """What torch.profiler records."""
 
     save_path: LocalPath = "./profiling"
-    """Folder that gets one Chrome trace per rank."""
+    """Folder that gets one Chrome trace per rank; on an NPU what its own profiler writes."""
+    with_cpu: bool = True
+    """False: the accelerator alone is traced."""
     with_stack: bool = False
     with_memory: bool = False
     record_shapes: bool = False
+    level: Literal["level0", "level1", "level2"] = "level1"
+    """How much an NPU tells of its kernels."""
+    aic_metrics_type: Literal["PipeUtilization", "ArithmeticUtilization"] = "PipeUtilization"
+    """What an NPU counts in its cores."""
+    data_simplification: bool = False
+    """Remove an NPU's raw data once they are analysed."""
+    analyse_flag: bool = True
+    """Analyse an NPU's raw data when the last step is recorded."""
+
+    @property
+    def npu_keys(self) -> list[str]:
+        """Those changed of the keys that only an NPU heeds."""
+        keys = ("level", "aic_metrics_type", "data_simplification", "analyse_flag")
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
 
 class Profile(ToolSection):
@@ -58,12 +76,46 @@ class MemoryProfile(StepRange):
     save_path: LocalPath = "./memory_snapshot"
     dump_ranks: list[int] = [0]
     """Global ranks that record; ``[-1]``: all."""
+    stacks: Literal["python", "all"] = "all"
+    """all: C++ frames too."""
+    max_entries: int | None = Field(default=None, ge=1)
+    """Newest events that are kept; None: all."""
     mem_info: bool = False
     """Log the peak memory of every iteration on every rank: of the allocator on CUDA, of the process on CPU."""
 
 
+class TensorboardConfig(ToolSection):
+    """Event files for TensorBoard; needs its package."""
+
+    enable: bool = False
+    log_dir: LocalPath | None = None
+    """None: ``tensorboard`` in the folder of checkpoints."""
+
+
+class WandbConfig(ToolSection):
+    """A run of Weights & Biases; needs its package."""
+
+    enable: bool = False
+    project: str = "tangram"
+    name: str | None = None
+    """Of the run; None: the server makes one up."""
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = []
+    id: str | None = None
+    """Of the run that is gone on with; None: that of ``wandb_id`` in ``dir`` where this run is resumed, else a new one."""
+    dir: LocalPath | None = None
+    """Where files of the run lie; None: the folder of checkpoints, or the current folder."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: nothing is sent; ``wandb sync`` sends it later."""
+
+
 class ToolsConfig(ToolSection):
-    """Profiling and memory tools."""
+    """Profiling and memory tools, and writers."""
 
     profile: Profile = Profile()
     memory_profile: MemoryProfile = MemoryProfile()
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    wandb: WandbConfig = WandbConfig()
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak speed of a device in TFLOP/s, which MFU is a part of; None: that of ``tangram.platform.peaks``."""

@@ -22,6 +22,11 @@ class GarbageCollection:
             gc.disable()
         return self
 
+    def collect(self) -> None:
+        """At a moment when all ranks can, such as before and after a validation."""
+        if self.interval:
+            gc.collect()
+
     def step(self, completed: int) -> None:
         """After each step, with their number."""
         if self.interval and completed % self.interval == 0:

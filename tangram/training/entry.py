@@ -38,15 +38,18 @@ from tangram.families import Family, get_family
 from tangram.families.unknown import unknown_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
+from tangram.training.determinism import make_deterministic
 from tangram.training.failure import SharedFailure
 from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
-from tangram.training.profiling import StepProfiler
+from tangram.training.profiling import StepProfiler, check_tools
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.schedule import LearningRate
 from tangram.training.shared import from_first_rank
+from tangram.training.speed import model_flops, peak_of
 from tangram.training.weights import put_weights
+from tangram.training.writers import open_writers
 
 if TYPE_CHECKING:
     from tangram.backends.megatron.engine import ChunkBuilder
@@ -80,9 +83,10 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     set_up_logging(rank)
     check_run(run, world_size).raise_errors()
+    check_tools(run.tools, current().name)
     run = _with_counted_epochs(run, world_size)
     if run.training.deterministic:
-        torch.use_deterministic_algorithms(True)
+        make_deterministic(current().name)
     context = Context(run, args or argparse.Namespace(), current().device(int(os.environ.get("LOCAL_RANK", "0"))), DTYPES[run.training.dtype])
     set_context(context)
     try:
@@ -192,6 +196,8 @@ def _loop(
             after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
             background=manager,
             export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,
+            flops=model_flops(run),
+            peak_tflops=peak_of(run),
             skips_samples=run.data.dataset_param.basic_parameters.bad_samples == "skip",
         )
         try:
@@ -228,7 +234,7 @@ def _counts(progress: Progress) -> dict[str, int]:
 
 
 class _Reporter:
-    """Log lines, metrics.jsonl and, on a terminal, a progress bar."""
+    """Log lines, metrics.jsonl, writers and, on a terminal, a progress bar."""
 
     def __init__(self, run: RunConfig, resumed_step: int) -> None:
         training = run.training
@@ -242,7 +248,8 @@ class _Reporter:
             self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
             self._bar.start()
         metrics = MetricsFile(Path(path), resumed_step) if path else None
-        self.outputs = Outputs(lines=self._print, metrics=metrics, advance=self._advance if self._bar else None)
+        writers = open_writers(run, resumed_step)
+        self.outputs = Outputs(lines=self._print, metrics=metrics, advance=self._advance if self._bar else None, writers=writers)
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
@@ -256,6 +263,8 @@ class _Reporter:
         self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}")
 
     def close(self) -> None:
+        for writer in self.outputs.writers:
+            writer.close()
         if self._bar is not None:
             self._bar.stop()
 

@@ -25,6 +25,7 @@ from tangram.training.profiling import StepProfiler
 from tangram.training.records import MetricsFile, StepRecord, log_line
 from tangram.training.schedule import LearningRate
 from tangram.training.signals import StopRequest
+from tangram.training.writers import Writer
 
 Steps = Iterable[Sequence[Batch]]
 """This rank's micro-batches of each global batch."""
@@ -86,6 +87,7 @@ class Outputs:
     metrics: MetricsFile | None = None
     advance: Callable[[StepRecord], object] | None = None
     """Moves a progress bar."""
+    writers: Sequence[Writer] = ()
 
 
 @dataclass
@@ -97,6 +99,7 @@ class _Totals:
     padded_tokens: int
     samples: int
     skipped_samples: int
+    kiloflops: int
 
 
 @dataclass
@@ -108,6 +111,8 @@ class Loop:
         after_first_step: called once, when memory has reached its working size.
         background: what ``save`` goes on with while the loop does.
         export: writes weights alone, after each ``save_hf_interval`` steps and after the last.
+        flops: counts the model FLOPs of a micro-batch; None: they are not known.
+        peak_tflops: what a device could do; None: not known.
         skips_samples: samples that cannot be used leave their places empty, so before each step ranks compare which.
     """
 
@@ -124,6 +129,8 @@ class Loop:
     background: SavesInBackground | None = None
     export: Save | None = None
     skips_samples: bool = False
+    flops: Callable[[Batch], int] | None = None
+    peak_tflops: float | None = None
 
     def run(self) -> Progress:
         """Train; returns where the run stopped.
@@ -153,7 +160,9 @@ class Loop:
                 if progress.step == first + 1 and self.after_first_step is not None:
                     self.after_first_step(progress.step)
                 if training.eval_interval and progress.step % training.eval_interval == 0:
+                    garbage.collect()
                     record = replace(record, valid_loss=self._validate())
+                    garbage.collect()
                 self._keep(record)
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
@@ -204,6 +213,8 @@ class Loop:
             loss_scale=scale,
             skipped=result.skipped,
             skipped_samples=totals.skipped_samples,
+            model_tflop=None if self.flops is None else totals.kiloflops / 1e9 / (dist.get_world_size() if dist.is_initialized() else 1),
+            peak_tflops=self.peak_tflops,
         )
         return record, totals.stop
 
@@ -252,8 +263,10 @@ class Loop:
         empty = sum(sample == PADDING for sample in ids)
         tokens, padded = (sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel))
         skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)
+        # Thousands, since single operations of a large step on many ranks are more than an int64 holds.
+        kiloflops = 0 if self.flops is None else sum(self.flops(batch) for batch in micro_batches) // 1000
         # A place without a sample is a row of one token, which says nothing.
-        sums = torch.tensor([int(asked), tokens - empty, padded, len(ids) - empty, skipped])
+        sums = torch.tensor([int(asked), tokens - empty, padded, len(ids) - empty, skipped, kiloflops])
         copies = 1
         if dist.is_initialized() and dist.get_world_size() > 1:
             sums = sums.to(self._device())
@@ -272,6 +285,8 @@ class Loop:
     def _keep(self, record: StepRecord) -> None:
         if self.outputs.metrics is not None:
             self.outputs.metrics.write(record)
+        for writer in self.outputs.writers:
+            writer.write(record)
         if self.outputs.advance is not None:
             self.outputs.advance(record)
 

@@ -37,6 +37,10 @@ class StepRecord:
     """Places of the global batch that stayed empty since their sample cannot be used."""
     valid_loss: float | None = None
     """Of the validation that followed the step."""
+    model_tflop: float | None = None
+    """Model FLOPs of the step, in 10^12, on each device; see ``tangram.families.flops``. None: not counted."""
+    peak_tflops: float | None = None
+    """What a device could do, TFLOP/s; None: not known."""
 
     @property
     def is_nan(self) -> bool:
@@ -45,6 +49,24 @@ class StepRecord:
     @property
     def tokens_per_s(self) -> float:
         return 1000 * self.tokens / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s on each device."""
+        return None if self.model_tflop is None or not self.step_ms else 1000 * self.model_tflop / self.step_ms
+
+    @property
+    def mfu(self) -> float | None:
+        """Part of the peak, 1 being all of it."""
+        return None if self.tflops is None or self.peak_tflops is None else self.tflops / self.peak_tflops
+
+
+def row_of(record: StepRecord) -> dict[str, Any]:
+    """One flat row of metrics.jsonl, of plain numbers. What is not known is not there."""
+    given = asdict(record)
+    del given["model_tflop"], given["peak_tflops"]
+    row = {**given, "tokens_per_s": record.tokens_per_s, "nan": record.is_nan, "tflops_per_device": record.tflops, "mfu": record.mfu}
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per_sample: bool = False) -> str:
@@ -72,9 +94,19 @@ def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.is_nan for record in records):3d}",
         f"tokens/s: {1000 * sum(record.tokens for record in records) / elapsed if elapsed else 0:.1f}",
+        *_speed(records, elapsed),
         *([f"number of skipped samples: {empty:3d}"] if empty else []),
     ]
     return " " + " | ".join(fields) + " |"
+
+
+def _speed(records: Sequence[StepRecord], elapsed: float) -> list[str]:
+    """Model FLOPs per second and device, and what part of the peak that is, as far as they are known."""
+    counted = [record.model_tflop for record in records if record.model_tflop is not None]
+    if len(counted) < len(records) or not elapsed:
+        return []
+    speed, peak = 1000 * sum(counted) / elapsed, records[-1].peak_tflops
+    return [f"TFLOP/s per device: {speed:.1f}", *([f"MFU: {speed / peak:.1%}"] if peak else [])]
 
 
 class MetricsFile:
@@ -99,10 +131,7 @@ class MetricsFile:
 
     def write(self, record: StepRecord) -> None:
         """Add one object, in one write, so that readers who follow the file see whole lines. ``valid_loss`` is there after a validation only."""
-        row: dict[str, Any] = {**asdict(record), "tokens_per_s": record.tokens_per_s, "nan": record.is_nan}
-        if record.valid_loss is None:
-            del row["valid_loss"]
-        plain = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        plain = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row_of(record).items()}
         with self.path.open("a") as file:
             file.write(json.dumps(plain) + "\n")
 

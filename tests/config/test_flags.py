@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,12 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--log-interval": ("5", 5),
     "--exit-interval": ("4", 4),
     "--num-workers": ("0", 0),
+    "--manual-gc-interval": ("50", 50),
+    "--tensorboard-dir": ("/events", "/events"),
+    "--wandb-project": ("eyes", "eyes"),
 }
 TOGETHER: dict[str, list[str]] = {
+    "--wandb-project": ["--wandb-project", "eyes", "--wandb-exp-name", "first", "--wandb-save-dir", "/wandb"],
     "--recompute-granularity": ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"],
     "--eval-interval": ["--eval-interval", "5", "--eval-iters", "2"],
     "--save-interval": ["--save", "out", "--save-interval", "5"],
@@ -54,6 +59,8 @@ TOGETHER: dict[str, list[str]] = {
     "--overlap-param-gather": ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"],
 }
 COMPANIONS = {
+    "--wandb-exp-name": "--wandb-project",
+    "--wandb-save-dir": "--wandb-project",
     "--recompute-method": "--recompute-granularity",
     "--recompute-num-layers": "--recompute-granularity",
     "--eval-iters": "--eval-interval",
@@ -63,8 +70,7 @@ FILES = ("--mm-model", "--mm-data", "--mm-tool", "--plugin", "--load")
 
 
 def at(run: RunConfig, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(run, section), name)
+    return reduce(getattr, key.split("."), run)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKS if name not in FILES])
@@ -144,7 +150,26 @@ CHECKED_SWITCHES: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKED)
+def test_manual_collection_needs_an_interval(files: Files) -> None:
+    assert files.run("--manual-gc", "--manual-gc-interval", "5").training.manual_gc_interval == 5
+    with pytest.raises(
+        ConfigError, match="flags: --manual-gc needs --manual-gc-interval, steps after which garbage is collected; give it, or remove"
+    ):
+        files.run("--manual-gc")
+
+
+def test_the_place_of_a_writer_switches_it_on_over_what_tools_json_says(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text('{"profile": {"ranks": [3]}, "wandb": {"project": "old", "tags": ["a"]}}')
+    tools = files.run("--mm-tool", str(tmp_path / "tools.json"), "--wandb-project", "eyes", "--tensorboard-dir", "events").tools
+    assert (tools.profile.ranks, tools.wandb.enable, tools.wandb.project, tools.wandb.tags) == ([3], True, "eyes", ["a"])
+    assert (tools.tensorboard.enable, tools.tensorboard.log_dir) == (True, str(Path("events").resolve()))
+    assert not files.run().tools.wandb.enable and not files.run().tools.tensorboard.enable
+    for name in ("--wandb-exp-name", "--wandb-save-dir"):
+        with pytest.raises(ConfigError, match=f"flags: {name} does nothing without --wandb-project; give it, or remove {name}"):
+            files.run(name, "x")
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKED if name != "--manual-gc"])
 def test_every_compared_flag_is_compared(files: Files, name: str) -> None:
     if name in CHECKED_VALUES:
         right, wrong, message = CHECKED_VALUES[name]

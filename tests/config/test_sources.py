@@ -279,8 +279,8 @@ def test_tools_file(tmp_path: Path) -> None:
     assert parse_tools({}, "tools.json", tmp_path).memory_profile.save_path == str(tmp_path / "memory_snapshot")
     with pytest.raises(ConfigError, match="static_param: end_step 3 must be larger than start_step 3"):
         parse_tools({"profile": {"static_param": {"start_step": 3, "end_step": 3}}}, "tools.json", tmp_path)
-    with pytest.raises(ConfigError, match="'profile.static_param.aic_metrics_type' is a MindSpeed-MM key without effect here"):
-        parse_tools({"profile": {"static_param": {"aic_metrics_type": "PipeUtilization"}}}, "tools.json", tmp_path)
+    with pytest.raises(ConfigError, match="'sorafeature' is a MindSpeed-MM key without effect here"):
+        parse_tools({"sorafeature": {}}, "tools.json", tmp_path)
     with pytest.raises(ConfigError, match="profile.profile_type: 'dynamic' cannot be had here, only 'static'"):
         parse_tools({"profile": {"profile_type": "dynamic"}}, "tools.json", tmp_path)
 

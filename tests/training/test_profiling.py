@@ -1,4 +1,4 @@
-"""The step profiler: which iterations and ranks it records, and what it refuses."""
+"""The step profiler: which iterations and ranks it records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tangram.config.tools import ToolsConfig
-from tangram.errors import ConfigError
 from tangram.training.profiling import StepProfiler
 
 
@@ -61,14 +60,11 @@ def test_nothing_is_recorded_when_off(tmp_path: Path) -> None:
 
 def test_memory_of_every_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     config = ToolsConfig.model_validate({"memory_profile": {"mem_info": True}})
-    with caplog.at_level(logging.INFO, logger="tangram"):
-        train(config, rank=1, last=2)
+    parent = logging.getLogger("tangram")
+    before = parent.level
+    parent.setLevel(logging.WARNING)  # as on every rank but the first
+    train(config, rank=1, last=2)
+    parent.setLevel(before)
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(":")[0] for line in lines] == ["[rank 1] iteration 1", "[rank 1] iteration 2"]
+    assert [line.split(":")[0] for line in lines] == ["rank 1, iteration 1", "rank 1, iteration 2"]
     assert float(lines[0].split()[-2]) > 50  # a process with torch in it holds more than 50 MB
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
-def test_recording_allocations_needs_cuda() -> None:
-    with pytest.raises(ConfigError, match=r"records the CUDA allocator, and there is no CUDA device; use memory_profile.mem_info"):
-        StepProfiler(ToolsConfig.model_validate({"memory_profile": {"enable": True}}), 0)
