@@ -164,7 +164,9 @@ def used_layers(vision: VisionEncoderConfig) -> int:
 def counts_of(batch: Mapping[str, Any], model: ModelConfig) -> Counts:
     """What the micro-batch holds; places without a sample count nothing."""
     ends = batch.get("cu_seqlens")
-    lengths = batch["attention_mask"].sum(-1).tolist() if ends is None else ends.diff().tolist()
+    # Data of a plug-in may leave the mask out where all tokens are real.
+    rows = batch["attention_mask"].sum(-1).tolist() if "attention_mask" in batch else [batch["labels"].shape[-1]] * len(batch["labels"])
+    lengths = rows if ends is None else ends.diff().tolist()
     ids = batch.get("sample_ids", range(len(lengths)))
     lengths = [length for length, sample in zip(lengths, ids, strict=True) if sample != EMPTY]
     grids = [grid for name in ("image_grid_thw", "video_grid_thw") if name in batch for grid in batch[name].tolist()]

@@ -259,7 +259,7 @@ class Loop:
         """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
         # Data of a plug-in may leave the mask out where all tokens are real.
         masks = [batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["labels"]) for batch in micro_batches]
-        ids = [sample for batch in micro_batches for sample in batch.get("sample_ids", range(len(batch["labels"])))]
+        ids = [sample for batch, mask in zip(micro_batches, masks, strict=True) for sample in batch.get("sample_ids", range(len(mask)))]
         empty = sum(sample == PADDING for sample in ids)
         tokens, padded = (sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel))
         skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)
