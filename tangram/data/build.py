@@ -195,10 +195,24 @@ def build_loader(
     """
     check_choices(run)
     source = build_source(run, family, needs_pixels=needs_pixels, split=split)
-    loading, report = run.data.dataloader_param, bad_sample_report(run) if reports else None
+    report = bad_sample_report(run) if reports else None
     order = build_order(run, source, data_parallel_size, split, share, report)
     if split == "train" and data_parallel_rank == 0:
         _tell(order, source)
+    return step_loader(run, source, order, data_parallel_rank, data_parallel_size, consumed, report)
+
+
+def step_loader(
+    run: RunConfig,
+    source: MicroBatchSource,
+    order: Order,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    consumed: int,
+    report: BadSampleReport | None = None,
+) -> StepLoader:
+    """What reads ``order`` from ``source`` as the run says."""
+    loading = run.data.dataloader_param
     return StepLoader(
         source,
         order,

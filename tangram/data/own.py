@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from tangram.config.data import DatasetParam
 from tangram.config.run import RunConfig
-from tangram.data.build import global_batch_size, patience
+from tangram.data.build import global_batch_size, step_loader
 from tangram.data.encode import IGNORE
 from tangram.data.loader import StepLoader
 from tangram.data.orders.choice import training_order, validation_order
@@ -94,22 +94,11 @@ def own_loader(run: RunConfig, data_parallel_rank: int, data_parallel_size: int,
         ConfigError, DataError: as ``own_datasets`` and ``StepLoader``; too few samples.
     """
     train, valid = own_datasets(run)
-    dataset, loading, size = train if split == "train" else valid, run.data.dataloader_param, global_batch_size(run, data_parallel_size)
+    dataset, size = train if split == "train" else valid, global_batch_size(run, data_parallel_size)
     assert dataset is not None
     order = validation_order(run, size, len(dataset)) if split == "valid" else training_order(run, size, len(dataset), run.training.seq_length, None)
-    return StepLoader(
-        cast(MicroBatchSource, OwnSource(dataset, run.data.dataset_param.dataset_type, loading.pad_to_multiple_of)),
-        order,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        micro_batch_size=run.training.micro_batch_size,
-        consumed=consumed,
-        num_workers=run.training.num_workers,
-        prefetch_factor=loading.prefetch_factor,
-        pin_memory=loading.pin_memory,
-        slow_sample_seconds=loading.slow_sample_seconds,
-        patience=patience(run),
-    )
+    source = OwnSource(dataset, run.data.dataset_param.dataset_type, run.data.dataloader_param.pad_to_multiple_of)
+    return step_loader(run, cast(MicroBatchSource, source), order, data_parallel_rank, data_parallel_size, consumed)
 
 
 class OwnSource:

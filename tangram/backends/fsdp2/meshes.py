@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tangram.backends.processes import join_processes
 from tangram.config.fsdp2 import Fsdp2Parallel
 from tangram.config.fsdp2_sizes import sizes
 from tangram.platform import current
@@ -47,7 +48,7 @@ def join(parallel: Fsdp2Parallel) -> Meshes:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     replicate, shard, ulysses = sizes(parallel, world_size)
     device = current().use(int(os.environ.get("LOCAL_RANK", "0")))
-    _join(parallel.distributed_backend or _backend(parallel), timedelta(minutes=parallel.distributed_timeout_minutes))
+    join_processes(parallel.distributed_backend or _backend(parallel), timedelta(minutes=parallel.distributed_timeout_minutes))
     world = init_device_mesh(device.type, (replicate, shard, ulysses), mesh_dim_names=("dp_replicate", "dp_shard", "ulysses"))
     sharding = world["dp_shard", "ulysses"]._flatten("shard")
     if replicate > 1:
@@ -66,12 +67,3 @@ def join(parallel: Fsdp2Parallel) -> Meshes:
 def _backend(parallel: Fsdp2Parallel) -> str:
     own = current().communication_backend
     return f"cpu:gloo,{current().name}:{own}" if parallel.fsdp_plan.cpu_offload and own != "gloo" else own
-
-
-def _join(backend: str, timeout: timedelta) -> None:
-    if dist.is_initialized():
-        return
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tangram.backends.megatron.cpu import adapt
+from tangram.backends.processes import join_processes
 from tangram.config.run import ParallelConfig
 from tangram.errors import ConfigError
 from tangram.placement.topology import Topology
@@ -70,7 +71,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         raise ConfigError(f"{topology.virtual} virtual stages need a pipeline of at least 2 ranks, got 1; give one row of layers, or more ranks")
     device = current().use(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    _join(parallel.distributed_backend or current().communication_backend, timeout)
+    join_processes(parallel.distributed_backend or current().communication_backend, timeout)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tensor,
@@ -112,15 +113,6 @@ def shutdown() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _join(backend: str, timeout: timedelta) -> None:
-    if dist.is_initialized():
-        return
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _twin(group: dist.ProcessGroup, topology: Topology, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
