@@ -63,8 +63,10 @@ def test_patterns_are_held_against_the_model_before_weights(tiny_hf: Callable[..
         "model.freeze=model,lm_head": "model.freeze covers every parameter, so nothing would be trained",
         "model.model_id=qwen2_5_lv": "model id 'qwen2_5_lv' is not registered",
         f"{plan}=model.language_model.layers": f"{plan}: model.language_model.layers is a ModuleList, which is never called itself",
+        "parallel.ulysses_parallel_size=3": "parallel.ulysses_parallel_size 3 must divide the 4 attention heads of the text model",
+        "parallel.ep_plan.apply_modules=model.visual": "parallel.ep_plan or expert_fully_shard_parallel_size is given",
     }
-    runs = [(path, [override, *(["features.recompute=true"] if plan in override else [])], 1) for override in wrong]
+    runs = [(path, [override, *(["features.recompute=true"] if plan in override else [])], 3) for override in wrong]
     (found,) = on_ranks(1, CASES, "findings", runs)
     for one, said in zip(found, wrong.values(), strict=True):
         assert said in one["modules"][1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tangram.backends.fsdp2.experts import check_plan
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.sharding import precision
+from tangram.backends.fsdp2.ulysses import check_sharing
 from tangram.backends.fsdp2.units import plan_units
 from tangram.config.fsdp2_plans import check_paths
 from tangram.config.preflight_rules import Rule, Subject
@@ -15,7 +17,8 @@ def modules(subject: Subject) -> str:
     """Build the model without memory and hold every plan against its modules.
 
     Raises:
-        ConfigError: as ``ModelHub.skeleton``, ``precision``, ``prepare`` and ``plan_units``, or nothing is trained.
+        ConfigError: as ``ModelHub.skeleton``, ``precision``, ``prepare``, ``check_plan``, ``check_sharing`` and ``plan_units``, or nothing is
+            trained.
     """
     settings = subject.run.fsdp2
     assert settings is not None
@@ -27,6 +30,9 @@ def modules(subject: Subject) -> str:
     precision(settings.parallel.fsdp_plan)
     reached = check_paths(settings, [path for path, _ in model.named_modules() if path])
     prepare(model, settings.features)
+    check_plan(settings.parallel)
+    if settings.parallel.ulysses_parallel_size > 1:
+        check_sharing(model, settings.parallel.ulysses_parallel_size, settings.features.loss_cfg)
     plan_units(model, settings.parallel.fsdp_plan)
     return f"{type(model).__name__}, {trained:,} of {total:,} parameters are trained; modules: {reached}"
 

@@ -69,7 +69,7 @@ def split_experts(model: nn.Module, parallel: Fsdp2Parallel, device: torch.devic
             plan names too; experts that do not divide.
     """
     plan, ranks = parallel.ep_plan, parallel.expert_parallel_size
-    _check_plan(parallel)
+    check_plan(parallel)
     if ranks == 1:
         return SplitExperts({})
     copies, shard, _ = expert_sizes(parallel, dist.get_world_size())
@@ -100,7 +100,12 @@ def _mesh(device: torch.device, copies: int, shard: int, ranks: int) -> DeviceMe
     return init_device_mesh(device.type, (copies, shard, ranks), mesh_dim_names=("edp", "efsdp", "ep"))
 
 
-def _check_plan(parallel: Fsdp2Parallel) -> None:
+def check_plan(parallel: Fsdp2Parallel) -> None:
+    """Check that ``ep_plan`` and the sizes belong together.
+
+    Raises:
+        ConfigError: one without the other.
+    """
     plan, ranks = parallel.ep_plan, parallel.expert_parallel_size
     if ranks > 1 and not plan.apply_modules:
         raise ConfigError(f"parallel.expert_parallel_size {ranks}, but {KEY}.apply_modules is empty; name the experts, such as *.mlp.experts")

@@ -86,9 +86,24 @@ def share_tokens(model: nn.Module, group: dist.ProcessGroup, loss: LossConfig) -
     """Make a Hugging Face model share tokens over ``group``, before it is sharded.
 
     Raises:
-        ConfigError: heads that cannot be shared, a loss that needs the whole sequence, or a model whose layers are not as transformers' are.
+        ConfigError: as ``check_sharing``.
     """
     ranks = dist.get_world_size(group)
+    text = check_sharing(model, ranks, loss)
+    _use_own_attention(text.config)
+    text.register_forward_pre_hook(_TextModel(group), with_kwargs=True)
+    for number, layer in enumerate(text.layers):
+        layer.register_forward_pre_hook(_TextLayer(group, first=number == 0), with_kwargs=True)
+    for tower in [module for module in model.modules() if is_shared_tower(module, ranks)]:
+        _share_tower(tower, group)
+
+
+def check_sharing(model: nn.Module, ranks: int, loss: LossConfig) -> Any:
+    """The text model, whose layers can be shared over ``ranks``.
+
+    Raises:
+        ConfigError: heads that cannot be shared, a loss that needs the whole sequence, or a model whose layers are not as transformers' are.
+    """
     if loss.loss_type == "raw":
         raise ConfigError(
             f"features.loss_cfg.loss_type raw: the model's own loss needs whole samples, which parallel.ulysses_parallel_size {ranks} cuts; "
@@ -109,12 +124,7 @@ def share_tokens(model: nn.Module, group: dist.ProcessGroup, loss: LossConfig) -
             "set it to 1"
         )
     check_heads(text.config.num_attention_heads, text.config.num_key_value_heads, ranks)
-    _use_own_attention(text.config)
-    text.register_forward_pre_hook(_TextModel(group), with_kwargs=True)
-    for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(_TextLayer(group, first=number == 0), with_kwargs=True)
-    for tower in [module for module in model.modules() if is_shared_tower(module, ranks)]:
-        _share_tower(tower, group)
+    return text
 
 
 def check_heads(query: int, key_value: int, ranks: int) -> None:
