@@ -18,6 +18,9 @@ from tangram.placement.blocks import Block, LocalTensor, Placement
 from tangram.placement.proof import cover_extremes
 from tangram.placement.table import Shape
 
+WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Element types whose values are the weights."""
+
 
 def check_tiling(layout: LocalTensor) -> None:
     """Prove that the blocks of a parameter cover each of its elements once.
@@ -88,6 +91,11 @@ def fill(layout: LocalTensor, target: torch.Tensor, source: CanonicalReader, *, 
                 raise CheckpointError(
                     f"{block.canonical}: the checkpoint holds {show(dtype)} but the parameter {layout.name} is {show(target.dtype)}; "
                     f"build the model in {show(dtype)}, or ask for the cast"
+                )
+            if dtype != target.dtype and dtype not in WEIGHT_TYPES:
+                raise CheckpointError(
+                    f"{block.canonical}: the checkpoint holds {show(dtype)}, which are no weights as they stand but quantised ones, whose scales are "
+                    "not read; give the bf16, fp16 or fp32 weights"
                 )
             target[block.local_slices].copy_(block.to_local(source.read(block.canonical, block.canonical_start, block.canonical_shape)))
             moved += block.numel

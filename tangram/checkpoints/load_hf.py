@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tangram.checkpoints.copier import fill
+from tangram.checkpoints.copier import fill, show
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.reader import CanonicalReader
+from tangram.errors import CheckpointError, name_some
 from tangram.placement.blocks import LocalTensor, Placement, check_names
 from tangram.placement.table import Shape
 
@@ -76,16 +77,34 @@ def load_hf(
 
     Raises:
         PlacementError: tensors missing or unexpected in the files, or parameters in the chunks.
-        CheckpointError: a shape or element type differs, or a head that is tied by the config differs from the embedding.
+        CheckpointError: a shape or element type differs, a head that is tied by the config differs from the embedding, or a weight is NaN or
+            infinite.
     """
     hf.check_model(shapes)
     before = hf.bytes_read
     count, elements, _ = fill_all(placements, parameters, hf, str(hf.path), cast=cast)
+    check_finite(placements, parameters, str(hf.path))
     if hf.repeats_head:
         for start, shape in _embedding_rows(placements, hf.embedding):
             hf.check_head(start, shape)
     tied = f"lm_head: tied to {hf.embedding}" if hf.embedding else None
     return LoadReport(parameters=count, elements=elements, bytes=hf.bytes_read - before, tied=tied)
+
+
+def check_finite(placements: Sequence[Placement], parameters: Parameters, where: str) -> None:
+    """Refuse weights of which no loss could come: every step would be skipped.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite, as read or since its type was changed.
+    """
+    for layout, parameter in pair_up(placements, parameters, where):
+        bad = parameter.numel() - int(parameter.detach().isfinite().sum())
+        if bad:
+            names = name_some([source.name for source in layout.sources])
+            raise CheckpointError(
+                f"{where}: {bad} of {parameter.numel()} elements of {names} on this rank are NaN or infinite in {show(parameter.dtype)}; the run "
+                "that wrote them diverged, or its numbers do not fit the type; give an earlier checkpoint"
+            )
 
 
 def _embedding_rows(placements: Iterable[Placement], embedding: str | None) -> list[tuple[Shape, Shape]]:

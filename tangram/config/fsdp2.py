@@ -56,7 +56,7 @@ class FsdpPlan(Section):
     reduce_dtype: FloatType | None = None
     """Type that gradients are summed in; None: ``param_dtype``."""
     output_dtype: FloatType | None = None
-    """Type of what units give; None: as it comes."""
+    """Type of what units give, the whole model with its loss left out; None: as it comes."""
     cast_forward_inputs: bool = True
     """Cast what units get to ``param_dtype``."""
     reshard_after_forward: bool = True

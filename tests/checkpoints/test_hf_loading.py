@@ -138,3 +138,28 @@ def test_parameters_must_be_those_of_the_placement(kit, tmp_path):
     parameters["text_decoder.output_layer.weight"] = parameters.pop("extra")[:-1]
     with pytest.raises(CheckpointError, match=r"output_layer.weight: the parameter has shape \(319, 32\), its placement \(320, 32\)"):
         load_hf(hf, [placement], [parameters])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_the_rank_that_holds_them(value, kit, tmp_path):
+    path = kit.write_hf(tmp_path / "hf")
+    kit.edit(path, lambda tensors: tensors["model.layers.3.mlp.down_proj.weight"][2, 5].fill_(value))
+    with pytest.raises(CheckpointError, match=r"1 of 1536 elements of \S*layers.3.mlp.down_proj.weight on this rank are NaN or infinite in bfloat16"):
+        load_everywhere(HFDirectory(path), split())
+
+
+def test_values_that_a_cast_makes_infinite_are_refused(kit, tmp_path):
+    path = kit.write_hf(tmp_path / "hf")
+    kit.edit(path, lambda tensors: tensors["model.layers.3.mlp.down_proj.weight"][2, 5].fill_(70000.0))
+    load_everywhere(HFDirectory(path), split())
+    with pytest.raises(CheckpointError, match=r"1 of 1536 elements .* infinite in float16"):
+        load_everywhere(HFDirectory(path), split(), torch.float16, cast=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_numbers_are_no_weights_whatever_the_cast(dtype, kit, tmp_path):
+    path = kit.write_hf(tmp_path / "hf")
+    name = "model.layers.3.mlp.down_proj.weight"
+    kit.edit(path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=r"layers.3.mlp.down_proj.weight: the checkpoint holds u?(int8|float8\S*), which are no weights"):
+        load_everywhere(HFDirectory(path), split(), cast=True)

@@ -34,6 +34,11 @@ def options(hf: Path, folder: Path) -> None:
         compare(hf, folder / name, {"parallel": {"fsdp_plan": plan}}, FEW)
 
 
+def outputs(hf: Path, folder: Path) -> None:
+    """``output_dtype`` where the root is the only unit: its loss, which is summed over micro-batches, is rounded by nobody."""
+    compare(hf, folder, {"parallel": {"fsdp_plan": {"apply_modules": [], "output_dtype": "bf16"}}}, FEW[:1])
+
+
 def tied(hf: Path, folder: Path) -> None:
     """A tied head, with units that name both it and the embedding, or neither, built on the meta device or not."""
     whole = ["model.language_model.embed_tokens", "lm_head"]

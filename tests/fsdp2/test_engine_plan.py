@@ -16,6 +16,10 @@ def test_whatever_the_plan_says_loss_gradients_and_norm_are_those_of_one_process
     on_ranks(2, CASES, "options", tiny_hf("qwen2_5_vl", **SIZES), tmp_path)
 
 
+def test_the_loss_stays_fp32_whatever_type_units_give(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    on_ranks(1, CASES, "outputs", tiny_hf("qwen2_5_vl", **SIZES), tmp_path)
+
+
 def test_a_tied_head_lies_in_one_unit_with_the_embedding_and_stays_tied(tiny_hf: TinyHF, tmp_path: Path) -> None:
     on_ranks(2, CASES, "tied", tiny_hf("qwen2_5_vl", tied=True, **SIZES), tmp_path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -96,6 +96,8 @@ def shard(model: nn.Module, plan: FsdpPlan, meshes: Meshes, experts: SplitExpert
     for unit in sorted(units.units, key=lambda unit: -max(path.count(".") for path in unit.paths)):
         modules = [model.get_submodule(path) for path in unit.paths]
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=plan.reshard_after_forward, **options)
+    # What the root gives holds the loss, which stays fp32.
+    options["mp_policy"] = replace(policy, output_dtype=None)
     # None: as True, but the root, whose backward pass follows its forward pass at once, stays gathered.
     fully_shard(model, reshard_after_forward=None if plan.reshard_after_forward else False, **options)
     for module in model.modules():
