@@ -161,7 +161,7 @@ class Fsdp2Engine:
             if backward:
                 loss.backward()
             total += loss.detach()
-        dist.all_reduce(total, group=self._data_group)
+        dist.all_reduce(total)
         return ForwardResult(loss=float(total), weight=denominator, tokens=tokens)
 
     def _supervised(self, batch: Batch) -> Supervised:
@@ -172,11 +172,6 @@ class Fsdp2Engine:
         share = share_of(batch["labels"].shape[1], self.meshes.ulysses)
         return whole.columns_of(share.start, share.size, counts=share.rank == 0)
 
-    @property
-    def _data_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different samples; None: all."""
-        return None
-
     def _totals(self, learnt: Sequence[Supervised]) -> tuple[int, int]:
         """Denominator and learnt tokens of the global batch.
 
@@ -184,8 +179,8 @@ class Fsdp2Engine:
             DataError: ranks hold different numbers of micro-batches, on every rank.
         """
         mine = torch.tensor([sum(one.denominator for one in learnt), sum(len(one.targets) for one in learnt), len(learnt)], device=self.meshes.device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._data_group))]
-        dist.all_gather(every, mine, group=self._data_group)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
         denominators, tokens, counts = torch.stack(every).T.tolist()
         if len(set(counts)) > 1:
             raise DataError(f"ranks hold {counts} micro-batches of one global batch; give each the same number, filled up with rows without labels")
@@ -195,7 +190,7 @@ class Fsdp2Engine:
         """How many passes of the vision tower this rank makes, in each micro-batch, for other ranks' sake."""
         own = torch.tensor([self.vision.passes(batch) for batch in micro_batches], dtype=torch.int64)
         ends = torch.cat([own, -own]).to(self.meshes.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._data_group)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = ends[: len(own)].tolist(), (-ends[len(own) :]).tolist()
         self.vision.check(least, most)
         if self.meshes.copies > 1 and max(most, default=0) > 0:

@@ -1,6 +1,6 @@
 """LLaVA-1.5 (7B): a CLIP tower with learned positions, two linears, and a Llama decoder.
 
-Its weights can be converted and inspected; no backend trains it.
+The fsdp2 backend trains it; its weights can be converted and inspected.
 """
 
 from tangram.families.base import Family
