@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tangram.backends.fsdp2 import experts
 from tangram.backends.fsdp2.expert_weights import check_stack, holds_out_in
-from tangram.errors import PlacementError
+from tangram.config.fsdp2 import Fsdp2Parallel
+from tangram.errors import ConfigError, PlacementError
 from tangram.placement.blocks import Block
+from tangram.platform import NpuPlatform
 from tests.fsdp2.cases_parallel import Case
 from tests.fsdp2.ranks import on_ranks
 
@@ -84,6 +87,13 @@ def test_plans_that_cannot_be_carried_out_are_refused(tiny_hf: TinyHF, tmp_path:
         assert first == second
         assert first.startswith("ConfigError")
         assert expected in first
+
+
+def test_fused_operators_are_refused_on_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "current", NpuPlatform)
+    settings = _parallel()["parallel"]
+    with pytest.raises(ConfigError, match=r"parallel.ep_plan.use_npu_fused_ops: this backend has no fused operators for experts; set it to false"):
+        experts.split_experts(torch.nn.Linear(2, 2), Fsdp2Parallel(**settings), torch.device("cpu"))
 
 
 def test_the_class_says_which_way_round_it_holds_experts() -> None:
