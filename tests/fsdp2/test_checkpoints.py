@@ -19,7 +19,7 @@ from tests.fsdp2.ranks import on_ranks
 CASES = Path(__file__).with_name("cases_checkpoints.py")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FROZEN = "model.visual.blocks.0"
-SMALL = {"text_layers": 1, "vision_layers": 2, "hidden": 32, "vision_hidden": 16, "heads": 2, "kv_heads": 1, "vision_heads": 2}
+SMALL = {"text_layers": 1, "vision_layers": 2}
 MERGER_WHOLE = {"apply_modules": ["model.visual.blocks.{*}", "model.language_model.layers.{*}"], "ignored_modules": ["model.visual.merger"]}
 WITH_ALL: dict[str, Any] = {"model": {"model_id": "marked", "freeze": [FROZEN]}, "parallel": {"fsdp_plan": MERGER_WHOLE}}
 HYBRID = {**WITH_ALL, "parallel": {**WITH_ALL["parallel"], "fully_shard_parallel_size": 2}}
