@@ -37,8 +37,10 @@ SPLITS = {
     "text from the third stage": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 2, 2]),
     "copies": Split(tensor=2, data=2, distributed_optimizer=True),
 }
-RANKS = {str(sharded): sharded for sharded in (Sharded(processes=1), Sharded(processes=2), Sharded(processes=4))}
+RANKS = {str(sharded): sharded for sharded in (Sharded(processes=2), Sharded(processes=4))}
 """The other backend."""
+DRAWN = ["one process", "tensor and pipeline", "virtual stages", "text from the third stage", "copies"]
+"""Splits that draw random weights in each of the ways there are: of parts of a tensor, of stages, of chunks, of stages without text, of copies."""
 SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
 """A vocabulary that does not divide, so that it is padded."""
 
@@ -158,9 +160,9 @@ def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transfor
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_twenty_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[False], [*SPLITS.values(), *RANKS.values()], steps=20, seed=7)
-    assert len(curves.deviations) == len(SPLITS) + len(RANKS) - 1
+def test_ten_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
+    curves = compare_curves(tiny[False], [*(SPLITS[name] for name in DRAWN), Sharded(processes=2)], steps=10, seed=7)
+    assert len(curves.deviations) == len(DRAWN)
     assert curves.worst <= 1e-6, curves.deviations
 
 

@@ -42,7 +42,7 @@ CASES = [
     Case("llava"),
 ]
 """One line per family."""
-PAIRS = 40
+PAIRS = 16
 """Pairs of splits of each family."""
 
 

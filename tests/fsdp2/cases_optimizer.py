@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.config.fsdp2 import Fsdp2Parallel, Fsdp2Training
-from tests.fsdp2.kit import engine_of, read, real_batch, write_run
+from tests.fsdp2.kit import engine_of, read, write_run
+from tests.fsdp2.media import Rows
 
 
 class Toy(nn.Module):
@@ -70,8 +71,8 @@ def curve(hf: Path, folder: Path, steps: int, changes: Mapping[str, Any]) -> dic
     """Losses and gradient norms of ``steps`` steps, and the parameters that are trained."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     engine = engine_of(read(write_run(folder / f"rank_{rank}", hf, changes)))
-    _, parts = real_batch(hf)
-    parts = [part for part in parts if "pixel_values" in part][:2]
+    rows = Rows(hf)
+    parts = [rows.batch("image") for _ in range(2)]
     before = {name: p.full_tensor().clone() for name, p in engine.parameters.items()}  # type: ignore[attr-defined]
     losses, norms = [], []
     for _ in range(steps):
@@ -85,8 +86,7 @@ def curve(hf: Path, folder: Path, steps: int, changes: Mapping[str, Any]) -> dic
 def poisoned(hf: Path, folder: Path) -> dict[str, Any]:
     """A NaN in one gradient shard of the last rank: does anything move on this rank, in this step and the next?"""
     engine = engine_of(read(write_run(folder / f"rank_{dist.get_rank() if dist.is_initialized() else 0}", hf)))
-    _, parts = real_batch(hf)
-    part = next(part for part in parts if "pixel_values" in part)
+    part = Rows(hf).batch("image")
 
     def snapshot() -> list[Tensor]:
         state = engine.optimizer.torch.state

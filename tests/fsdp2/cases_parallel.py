@@ -41,10 +41,11 @@ class Case:
 
 
 def compare(models: Mapping[str, Path], folder: Path, cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
-    """Each case held against transformers in one process.
+    """Each case held against transformers in one process, that of the first rank.
 
     Returns:
-        Per case: relative error of the loss, of the loss of ``evaluate``, of the gradient norm and of the worst gradient, norm-wise.
+        Per case: relative error of the loss, of the loss of ``evaluate``, of the gradient norm and, on the first rank, which has them all, of the
+        worst gradient, norm-wise.
     """
     return {name: _compare(models[case.family], folder / name, case) for name, case in cases.items()}
 
@@ -53,7 +54,6 @@ def _compare(hf: Path, folder: Path, case: Case) -> dict[str, Any]:
     engine = build(hf, folder, {**case.changes, "features": {**case.changes.get("features", {}), "loss_cfg": {"loss_type": case.loss_type}}})
     rows, same_rows = Rows(hf), Rows(hf)
     batches = [rows.batch(*batch, packing=case.packing) for batch in case.batches]
-    loss, gradients = truth(hf, [same_rows.batch(*batch) for batch in case.batches], case.loss_type)
     mine = dealt(batches, engine.data_parallel_rank, engine.data_parallel_size)
     evaluated = engine.evaluate(mine).loss
     seen: dict[str, list[int]] = {path: [] for path in case.watch}
@@ -61,11 +61,16 @@ def _compare(hf: Path, folder: Path, case: Case) -> dict[str, Any]:
         engine.module.get_submodule(path).register_forward_pre_hook(partial(_count, seen[path]))
     found = engine.forward_backward(mine).loss
     whole = whole_gradients(engine)
-    norm = float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+    gradients, told = {}, [0.0, 0.0]
+    if dist.get_rank() == 0:
+        told[0], gradients = truth(hf, [same_rows.batch(*batch) for batch in case.batches], case.loss_type)
+        told[1] = float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+    dist.broadcast_object_list(told)
+    loss, norm = told
     return {
         "loss": abs(found - loss) / loss,
         "evaluated": abs(evaluated - loss) / loss,
-        "gradients": max(_error(whole[name], gradient, 1e-3 * norm) for name, gradient in gradients.items()),
+        "gradients": max((_error(whole[name], gradient, 1e-3 * norm) for name, gradient in gradients.items()), default=0.0),
         "norm": abs(engine.step(0.0).grad_norm - norm) / norm,
         "seen": seen,
     }

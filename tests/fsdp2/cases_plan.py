@@ -88,7 +88,7 @@ def bf16(hf: Path, folder: Path) -> dict[str, Any]:
 
 def copies(hf: Path, folder: Path) -> None:
     """Two copies of two shards; the last micro-batch of all ranks is text alone."""
-    kinds = ("image", "text", "text", "video", "both", "text", "image", "text", "text", "text", "text", "text")
+    kinds = ("image", "text", "video", "both", "text", "text", "text", "text")
     for name, plan in {
         "sharded": {"apply_modules": UNITS},
         "whole": {"apply_modules": UNITS[:1], "ignored_modules": ["model.visual.merger"]},

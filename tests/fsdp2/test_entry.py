@@ -16,6 +16,7 @@ from tests.config import fsdp2_kit
 from tests.config.conftest import PROCESSOR
 from tests.families.sizes import QWEN3_VL, SIZES
 from tests.fsdp2.ranks import on_ranks
+from tests.trial import write_trial
 
 CASES = Path(__file__).with_name("cases_entry.py")
 ROOT = Path(__file__).parents[2]
@@ -72,8 +73,8 @@ def test_patterns_are_held_against_the_model_before_weights(tiny_hf: Callable[..
         assert said in one["modules"][1]
 
 
-def test_epochs_end_where_they_should_and_validation_reads_all(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:
-    hf = str(tiny_hf("qwen2_5_vl", vocab=None))
+def test_epochs_end_where_they_should_and_validation_reads_all(tmp_path: Path) -> None:
+    hf = str(write_trial(tmp_path / "trial").hf)
     data = {"preprocess_parameters": {"model_name_or_path": hf}, "basic_parameters": {"val_dataset": "samples.json"}}
     training = {"train_iters": None, "train_epochs": 2, "save": "out", "val_interval": 2, "init_model_with_meta_device": True}
     changes = {"model": {"model_name_or_path": hf}, "data": {"dataset_param": data, "dataloader_param": {"enable_preload": True, "num_workers": 0}}}

@@ -34,9 +34,8 @@ def test_two_ranks_share_text_and_patches_of_every_family(tiny_hf: TinyHF, tmp_p
     one_size = ((("square", 3, 5), ("text", 8, 6)), (("square", 4, 4),))
     watch = ("model.language_model.layers.0.mlp", "model.visual.blocks.0.mlp")
     cases = {
-        "qwen2_vl": Case("qwen2_vl", ULYSSES),
         "windows": Case("qwen2_5_vl", {**ULYSSES, "model": {"attn_implementation": "eager"}}),
-        "packed": Case("qwen2_5_vl", ULYSSES, packing=True, loss_type="per_sample_loss"),
+        "packed": Case("qwen2_vl", ULYSSES, packing=True, loss_type="per_sample_loss"),
         "deepstack": Case("qwen3_vl", {**ULYSSES, "features": recompute}),
         "counted": Case("qwen3_vl", ULYSSES, ((("image", 2, 4),),), watch=watch),
         "llava": Case(

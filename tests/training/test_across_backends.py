@@ -91,16 +91,15 @@ def test_in_bf16_both_store_the_same_and_read_the_masters(tmp_path: Path) -> Non
     still = "training.lr=1e-30"
     train(tmp_path / "whole", trial.run_file, ["training.train_iters=3", *FOUR], 4)
     train(tmp_path / "there", fsdp2, [f"training.load={tmp_path}/whole/ckpt", "training.train_iters=4", still], 2)
-    train(tmp_path / "back", trial.run_file, [f"model.load={tmp_path}/there/ckpt", "training.train_iters=5", still, *FOUR], 4)
-    before, there, back = (stored(tmp_path / name / "ckpt" / f"iter_000000{step}") for name, step in (("whole", 3), ("there", 4), ("back", 5)))
+    before, there = (stored(tmp_path / name / "ckpt" / f"iter_000000{step}") for name, step in (("whole", 3), ("there", 4)))
     masters = {key for key in before if ".master." in key}
-    assert len(masters) > 50 and before.keys() == there.keys() == back.keys()
+    assert len(masters) > 50 and before.keys() == there.keys()
     for key, value in before.items():
-        assert value.dtype == there[key].dtype == back[key].dtype
+        assert value.dtype == there[key].dtype
         if key in masters or key.startswith("model."):
-            assert torch.equal(value, there[key]) and torch.equal(value, back[key]), key
+            assert torch.equal(value, there[key]), key
         elif ".step." in key:
-            assert [int(held[key]) for held in (before, there, back)] == [3, 4, 5], key
+            assert (int(value), int(there[key])) == (3, 4), key
         else:
             assert relative(there[key], value) < 1, key
     assert sum(not torch.equal(before[key], before[key].bfloat16().float()) for key in masters) > 50, "masters are not the weights"

@@ -15,7 +15,7 @@ from tests.trial import PATIENCE, Trial, run, running, split
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_killed_during_a_save_it_resumes_from_a_whole_checkpoint(seed: int, trial: Trial, folder: Path) -> None:
     checkpoints = folder / "ckpt"
     tracker = checkpoints / "latest_checkpointed_iteration.txt"

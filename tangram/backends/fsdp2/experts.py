@@ -25,6 +25,7 @@ from tangram.config.fsdp2 import Fsdp2Parallel
 from tangram.config.fsdp2_sizes import expert_sizes
 from tangram.config.patterns import match_each
 from tangram.errors import ConfigError
+from tangram.platform import current
 
 KEY = "parallel.ep_plan"
 STACKS = ("gate_up_proj", "down_proj")
@@ -113,6 +114,8 @@ def check_plan(parallel: Fsdp2Parallel) -> None:
         raise ConfigError(
             f"{KEY} or expert_fully_shard_parallel_size is given, but parallel.expert_parallel_size is 1; set that, or leave experts to fsdp_plan"
         )
+    if ranks > 1 and plan.use_npu_fused_ops and current().name == "npu":
+        raise ConfigError(f"{KEY}.use_npu_fused_ops: this backend has no fused operators for experts; set it to false")
 
 
 def _flat(found: Mapping[str, Sequence[str]]) -> list[str]:
