@@ -41,6 +41,8 @@ RANKS = {str(sharded): sharded for sharded in (Sharded(processes=2), Sharded(pro
 """The other backend."""
 DRAWN = ["one process", "tensor and pipeline", "virtual stages", "text from the third stage", "copies"]
 """Splits that draw random weights in each of the ways there are: of parts of a tensor, of stages, of chunks, of stages without text, of copies."""
+TRAINED = ["one process", "tensor and pipeline", "copies"]
+"""Splits that train for long: what differs from one step to the next is how copies of the model and stages meet."""
 SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
 """A vocabulary that does not divide, so that it is padded."""
 
@@ -152,8 +154,8 @@ def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
 def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers_on_either_backend(tmp_path: Path):
     hf = tmp_path / "hf"
     get_family("qwen2_5_vl").tiny(hf, 42, True, SMALL)
-    curves = compare_curves(hf, [*SPLITS.values(), *RANKS.values()], steps=30)
-    assert curves.against == REFERENCE and len(curves.deviations) == len(SPLITS) + len(RANKS)
+    curves = compare_curves(hf, [*(SPLITS[name] for name in TRAINED), *RANKS.values()], steps=30)
+    assert curves.against == REFERENCE and len(curves.deviations) == len(TRAINED) + len(RANKS)
     assert curves.losses[REFERENCE][-1] < 0.97 * curves.losses[REFERENCE][0]
     assert curves.worst <= 1e-6, curves.deviations
 

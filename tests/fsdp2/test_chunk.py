@@ -170,7 +170,7 @@ def test_recomputed_layers_give_the_same(small: Any) -> None:
 
 def test_thirty_steps_follow_those_of_whole_logits(small: Any) -> None:
     """The practice notes report 4.77e-7 at most of their own chunk loss, over 30 steps from seed 42: one unit in the last place of a loss
-    between 4 and 8. Sums in another order may be two apart, which is 9.6e-7."""
+    between 4 and 8."""
     batch = Rows(small[0], 42).batch(("image", 2, 3), ("text", 3, 5))
     curves = []
     for model in (served(small[0]), load_reference(small[0]).train()):
@@ -184,7 +184,7 @@ def test_thirty_steps_follow_those_of_whole_logits(small: Any) -> None:
             optimizer.step()
             curves[-1].append(loss.item())
     assert curves[1][-1] < curves[1][0] - 2
-    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-6
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 5e-7
 
 
 def test_any_class_of_transformers_can_be_served() -> None:
