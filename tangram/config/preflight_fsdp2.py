@@ -12,7 +12,7 @@ from tangram.config.fsdp2_run import training_of
 from tangram.config.fsdp2_sizes import expert_sizes, least_processes, sizes
 from tangram.config.model import ModelConfig
 from tangram.config.preflight_files import check_shards, check_training_checkpoint, reference, samples, save_folder, tokenizer
-from tangram.config.preflight_rules import Rule, Subject, tools, vocabulary
+from tangram.config.preflight_rules import Rule, Subject, rates, tools, vocabulary
 from tangram.config.sources import read_hf_config
 from tangram.errors import CheckpointError, ConfigError
 from tangram.families import get_family
@@ -127,7 +127,7 @@ def schedule(subject: Subject) -> str:
 
         check_epochs(subject.run)
         if subject.data_parallel is None:
-            return f"{own.train_epochs} epochs, {own.lr_decay_style}, lr {own.lr:g} to {own.lr_min:g}"
+            return f"{own.train_epochs} epochs, {rates(own.lr_decay_style, own.lr, own.lr_min)}"
         iterations = steps_of_epochs(subject.run, own.train_epochs, subject.data_parallel)
     training = training_of(_of(subject).settings, iterations=iterations)
     if training.lr_warmup_iters and training.lr_warmup_iters >= (training.lr_decay_iters or training.train_iters):
@@ -141,7 +141,7 @@ def schedule(subject: Subject) -> str:
             "steps is none; raise it, or remove lr_start"
         )
     passes = "" if own.train_epochs is None else f"{own.train_epochs} epochs = "
-    return f"{passes}{training.train_iters} steps, {own.lr_decay_style}, lr {own.lr:g} to {own.lr_min:g}"
+    return f"{passes}{training.train_iters} steps, {rates(own.lr_decay_style, own.lr, own.lr_min)}"
 
 
 def loss(subject: Subject) -> str:

@@ -181,7 +181,12 @@ def schedule(subject: Subject) -> str:
             f"lr_warmup_iters {training.lr_warmup_iters} must be smaller than the {steps} steps of the schedule (lr_decay_iters, or train_iters); "
             "lower it"
         )
-    return f"{training.train_iters} steps, {training.lr_decay_style}, lr {training.lr:g} to {training.min_lr:g}"
+    return f"{training.train_iters} steps, {rates(training.lr_decay_style, training.lr, training.min_lr)}"
+
+
+def rates(style: str, largest: float, smallest: float) -> str:
+    """The learning rate in words. A constant one does not fall."""
+    return f"{style}, lr {largest:g}" if style == "constant" else f"{style}, lr {largest:g} to {smallest:g}"
 
 
 def freezing(subject: Subject) -> str:

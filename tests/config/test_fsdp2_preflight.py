@@ -40,7 +40,8 @@ def test_a_good_run_passes_every_rule(tmp_path: Path) -> None:
     assert details["processes"] == "4 processes = 1 copies x 4 shards, data-parallel size 2"
     assert details["attention heads"] == "4 heads on 2 ranks"
     assert details["global batch"] == "4 samples = 1 x DP 2 x 2 micro-batches"
-    assert details["schedule"] == "10 steps, constant, lr 0.001 to 0"
+    assert details["schedule"] == "10 steps, constant, lr 0.001"
+    assert detail(tmp_path / "run.yaml", "schedule", "training.lr_decay_style=cosine") == "10 steps, cosine, lr 0.001 to 0"
     assert found.split == ["weights: 1 copy, each shared by 4 ranks", "samples: 2 ranks share the tokens of each"]
     assert found.notes == []
 
