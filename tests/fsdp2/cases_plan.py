@@ -16,7 +16,7 @@ from tests.fsdp2.kit import UNITS, engine_of, read, write_run
 from tests.fsdp2.media import Rows, dealt
 from tests.fsdp2.truth import truth, whole_gradients
 
-FEW = ("text", "both", "image", "text")
+FEW = ("text", "both")
 
 
 def options(hf: Path, folder: Path) -> None:
@@ -83,7 +83,7 @@ def bf16(hf: Path, folder: Path) -> dict[str, Any]:
 
 def copies(hf: Path, folder: Path) -> None:
     """Two copies of two shards; the last micro-batch of all ranks is text alone."""
-    kinds = ("image", "text", "text", "video", "both", "text", "image", "text", "text", "text", "text", "text")
+    kinds = ("image", "text", "both", "video", "text", "text", "text", "text")
     for name, plan in {
         "sharded": {"apply_modules": UNITS},
         "whole": {"apply_modules": UNITS[:1], "ignored_modules": ["model.visual.merger"]},
