@@ -13,6 +13,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -171,7 +172,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in self.NAMES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 (Debian 12) writes a member of an enum
+            return _member
         raise pickle.UnpicklingError(f"refused to load {module}.{name}")
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enum by its name, and nothing else that ``getattr`` gives."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"refused to load attribute {name!r} of {owner!r}")
 
 
 def read_metadata(folder: Path) -> Metadata:
