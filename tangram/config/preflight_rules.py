@@ -185,8 +185,10 @@ def schedule(subject: Subject) -> str:
 
 
 def rates(style: str, largest: float, smallest: float) -> str:
-    """The learning rate in words. A constant one does not fall."""
-    return f"{style}, lr {largest:g}" if style == "constant" else f"{style}, lr {largest:g} to {smallest:g}"
+    """The learning rate in words. A constant one does not fall, whatever the least rate is."""
+    if style == "constant":
+        return f"{style}, lr {largest:g}" + (f"; the least rate {smallest:g} has no effect" if smallest else "")
+    return f"{style}, lr {largest:g} to {smallest:g}"
 
 
 def freezing(subject: Subject) -> str:

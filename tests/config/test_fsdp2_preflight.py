@@ -175,6 +175,11 @@ def test_what_is_allowed_but_worth_knowing(tmp_path: Path) -> None:
     ]
 
 
+def test_a_least_rate_that_is_never_reached_is_told(tmp_path: Path) -> None:
+    found = report(write_run(tmp_path), "training.lr_min=1e-6")
+    assert next(one.detail for one in found.findings if one.rule == "schedule").endswith("; the least rate 1e-06 has no effect")
+
+
 def test_processes_of_unknown_number(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     assert detail(path, "processes", "parallel.fully_shard_parallel_size=4", world=None) == "a multiple of 4 processes is needed"
