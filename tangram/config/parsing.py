@@ -74,7 +74,9 @@ def section_at(section: type[BaseModel], path: Sequence[Any]) -> type[BaseModel]
     current: type[BaseModel] | None = section
     for part in path:
         field = current.model_fields.get(part) if current is not None else None
-        candidates = () if field is None else (field.annotation, *get_args(field.annotation))
+        alternatives = () if field is None else (field.annotation, *get_args(field.annotation))
+        # An alternative may itself be an Annotated type.
+        candidates = [found for one in alternatives for found in (one, *get_args(one)[:1])]
         current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
     return current
 

@@ -160,7 +160,7 @@ def _check_sections(raw: dict[str, Any], where: str) -> None:
     """Say of a key that stands in the wrong place where it belongs."""
     homes: dict[str, str] = {}
     for path in leaf_keys(RunConfig):
-        if len(path) == 2:
+        if len(path) == 2 and path[0] in SECTIONS:
             homes.setdefault(path[1], path[0])
     own = {section: {path[1] for path in leaf_keys(RunConfig) if path[0] == section} for section in SECTIONS}
     own["model"] |= {"config", "overrides"}

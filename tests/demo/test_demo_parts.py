@@ -120,7 +120,7 @@ def test_answers_are_those_of_transformers_own_greedy_generation(model_dir: Path
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            pixel_values=torch.from_numpy(prompt.image_pixels[0]),
+            pixel_values=torch.from_numpy(prompt.image_pixels[0].expand()),
             image_grid_thw=torch.tensor([image.grid for image in prompt.images]),
             max_new_tokens=12,
             do_sample=False,
