@@ -207,7 +207,8 @@ def other(value: Any) -> list[Any]:
     if isinstance(value, (int, float)):
         return [value + 1, value * 2, value / 2]
     if isinstance(value, str):
-        return ["nccl", "bf16", "hf", "linear", "per_token_loss", "interleave_over", "sequential", "sample", "skip", value + "x"]
+        words = "nccl bf16 hf level2 ArithmeticUtilization python offline linear per_token_loss interleave_over sequential sample skip"
+        return [*words.split(), value + "x"]
     if isinstance(value, list):
         return [[*value, 1], [*value, "x"]]
     return [True, 1, 0.1, "gloo", "full", "selective", "uniform", "pad", "x", [[4]]]
@@ -239,6 +240,7 @@ TOGETHER = {
     ("data", "dataset_param", "basic_parameters", "interleave_probs"): {
         "data": {"dataset_param": {"basic_parameters": {"mix_strategy": "interleave_over"}}}
     },
+    ("features", "chunk_size"): {"features": {"enable_chunk_loss": True}},
     ("features", "recompute_method"): {"features": {"recompute_granularity": "full", "recompute_num_layers": 1}},
     ("features", "recompute_num_layers"): {"features": {"recompute_granularity": "full", "recompute_method": "block"}},
     ("features", "recompute_granularity"): {"features": {"recompute_method": "block", "recompute_num_layers": 1}},
