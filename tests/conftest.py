@@ -16,6 +16,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 DEFAULT_TIMEOUT = 300
+LONGEST = "test_topologies.py"
+"""It takes minutes, so it starts first: one worker would still be at it when the others have nothing left."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != LONGEST)
 
 
 @contextmanager
