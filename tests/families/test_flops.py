@@ -88,7 +88,6 @@ def last_layer(model: ModelConfig, batch: dict[str, Any]) -> int:
     return pictures * (2 * places * (4 * width * width + 2 * width * vision.ffn_hidden_size) + 4 * width * places**2)
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_are_those_that_torch_counts(tiny_hf: TinyHF, family: str) -> None:
     """Rows without a picture, with several, and with a video or a picture; exactly."""
