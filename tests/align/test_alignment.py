@@ -41,7 +41,7 @@ RANKS = {str(sharded): sharded for sharded in (Sharded(processes=2), Sharded(pro
 """The other backend."""
 DRAWN = ["one process", "tensor and pipeline", "virtual stages", "text from the third stage", "copies"]
 """Splits that draw random weights in each of the ways there are: of parts of a tensor, of stages, of chunks, of stages without text, of copies."""
-TRAINED = ["one process", "tensor and pipeline", "copies"]
+TRAINED = ["tensor and pipeline", "copies"]
 """Splits that train for long: what differs from one step to the next is how copies of the model and stages meet."""
 SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
 """A vocabulary that does not divide, so that it is padded."""
@@ -150,7 +150,7 @@ def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers_on_either_backend(tmp_path: Path):
     hf = tmp_path / "hf"
     get_family("qwen2_5_vl").tiny(hf, 42, True, SMALL)

@@ -42,7 +42,7 @@ CASES = [
     Case("llava"),
 ]
 """One line per family."""
-PAIRS = 16
+PAIRS = 10
 """Pairs of splits of each family."""
 
 
