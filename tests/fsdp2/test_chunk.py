@@ -134,6 +134,7 @@ def test_losses_summed_over_a_number_of_items_are_divided_by_it(small: Any) -> N
     assert model(**arguments).loss.item() == pytest.approx(plain(**arguments).loss.item(), rel=1e-6)
 
 
+@pytest.mark.compat
 def test_the_auxiliary_loss_of_routers_is_added(tiny_hf: Callable[..., Path]) -> None:
     hf = tiny_hf("qwen3_vl_moe", **SMALL)
     batch, _ = real_batch(hf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor
@@ -69,7 +70,9 @@ def _loss_alone(model: Any, whole: Any, head: LossHead, given: dict[str, Any]) -
         head.learnt, model.loss_function = None, before
     if not isinstance(output.get("logits"), HeadLoss) or output.get("loss") is None:
         raise ConfigError(f"{type(model).__name__} does not hand what its output layer gives to its loss_function; switch chunk loss off")
-    output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    # Made anew it would lose what a class hangs on it besides its fields, as router logits are in transformers 4.57.
+    OrderedDict.__delitem__(output, "logits")
+    output.logits = None
     return output.to_tuple() if tuples else output
 
 
