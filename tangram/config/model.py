@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from tangram.config.parsing import Section
+from tangram.placement.table import Component
 from tangram.placement.topology import layer_grid
 
 Activation = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
@@ -229,3 +230,11 @@ class ModelConfig(Section):
             if projector.hidden_size != text.hidden_size:
                 raise ValueError(f"vision_projector.hidden_size {projector.hidden_size} is not text_decoder.hidden_size {text.hidden_size}")
         return self
+
+    @property
+    def init_method_stds(self) -> dict[Component, float]:
+        """Standard deviation of fresh weights, per component."""
+        stds: dict[Component, float] = {"text": self.text_decoder.init_method_std}
+        if self.image_encoder is not None:
+            stds["vision"] = self.image_encoder.vision_encoder.init_method_std
+        return stds

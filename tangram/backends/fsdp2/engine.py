@@ -102,12 +102,8 @@ class Fsdp2Engine:
                 f"nothing says how random weights of {type(self.module).__name__} are drawn on the meta device; set "
                 "training.init_model_with_meta_device to false, or training.load to its weights"
             )
-        described = self.run.described
-        std = {"text": described.text_decoder.init_method_std}
-        if described.image_encoder is not None:
-            std["vision"] = described.image_encoder.vision_encoder.init_method_std
         _, placement, parameters = self.chunks[0]
-        initialize([placement], [parameters], seed, std)  # type: ignore[arg-type]
+        initialize([placement], [parameters], seed, self.run.described.init_method_stds)
 
     def hf_directory(self, path: str) -> HFDirectory:
         """The weights of a Hugging Face directory, by the model's names."""

@@ -7,6 +7,7 @@ token reaches its experts once, from whatever rank, so the gradients of experts 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,7 @@ class SentExperts(Wrapped):
         # fully_shard warns of outputs that are views.
         return made if made.shape == hidden_states.shape else made.view(hidden_states.shape)
 
+    @abstractmethod
     def send(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """What the experts make of tokens.
 
@@ -179,7 +181,6 @@ class SentExperts(Wrapped):
             tokens: ``[tokens, hidden]``.
             numbers, weights: ``[tokens, k]``, the experts that each goes to, and what each counts.
         """
-        raise NotImplementedError
 
     def compute(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """This rank's experts, each on its run of tokens. One without tokens gets gradients of zeros, as its weights must have a part in the graph.

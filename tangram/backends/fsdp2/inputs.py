@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from tangram.backends.engine import Batch
+from tangram.data.encode import IGNORE
 from tangram.data.pictures import pictures
 from tangram.errors import DataError
 from tangram.losses.modes import loss_weights
 
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 OF_BUILTIN_DATA = {*MEDIA, "input_ids", "attention_mask", "position_ids", "labels", "second_per_grid_ts", "cu_seqlens", "cu_seqlens_padded"}
-IGNORE = -100
 
 
 @dataclass(frozen=True)

@@ -283,10 +283,7 @@ class MegatronEngine:
         """Start from random weights, the same at every split."""
         from tangram.checkpoints.fresh import initialize as draw
 
-        std = {"text": self.model.text_decoder.init_method_std}
-        if self.model.image_encoder is not None:
-            std["vision"] = self.model.image_encoder.vision_encoder.init_method_std
-        draw([local.placement for local in self.chunks], [local.parameters for local in self.chunks], seed, std)  # type: ignore[arg-type]
+        draw([local.placement for local in self.chunks], [local.parameters for local in self.chunks], seed, self.model.init_method_stds)
         self.weights_changed()
 
     def optimizer_state(self) -> MegatronOptimizerState:

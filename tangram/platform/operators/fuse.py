@@ -7,6 +7,7 @@ other devices a model computes what it always did. Names of parameters stay. 3-D
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 VISION_ROPE = "apply_rotary_pos_emb_vision"
 
 
-class FusedForward:
+class FusedForward(ABC):
     """Stands in place of a module's forward.
 
     Args:
@@ -35,8 +36,8 @@ class FusedForward:
         self.module: Any = module
         self.operator, self.original = operator, module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class FusedRMSNorm(FusedForward):

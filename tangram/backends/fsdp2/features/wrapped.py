@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from typing import Any
@@ -12,7 +13,7 @@ from tangram.config.patterns import match_each
 from tangram.errors import ConfigError
 
 
-class Wrapped:
+class Wrapped(ABC):
     """Base of what stands in place of ``module.forward``. Hooks of the module, those of FSDP among them, stay outside it.
 
     Args:
@@ -24,8 +25,8 @@ class Wrapped:
         update_wrapper(self, forward, updated=())  # transformers reads the signatures of forwards
         self.path, self.module, self.inner = path, module, forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def install(self) -> None:
         """Let the module use it."""
