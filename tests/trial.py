@@ -124,9 +124,8 @@ def write_trial(folder: Path, *, tied: bool = False, count: int = SAMPLES, **tra
     return Trial(folder)
 
 
-PRELOADED = ("tests.trial_preload",)
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(list(PRELOADED))
+_server.set_forkserver_preload(["tests.preload"])
 
 
 def _be_a_rank(command: Sequence[str], environment: Mapping[str, str], log: str) -> None:

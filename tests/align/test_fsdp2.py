@@ -19,7 +19,7 @@ from tangram.align.sharded import Sharded
 from tangram.align.task import Split, Task, TaskList
 from tangram.cli.main import main
 from tangram.errors import ConfigError
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_fsdp2.py")
 SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}

@@ -10,7 +10,7 @@ import torch
 
 from tangram.align.reference import load_reference, observe
 from tests.fsdp2.kit import real_batch
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(("tied", "loss_type"), [(False, "per_token_loss"), (True, "per_sample_loss")])

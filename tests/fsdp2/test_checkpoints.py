@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tangram.align.reference import load_reference
 from tests.fsdp2.kit import PLAN
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_checkpoints.py")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -19,7 +19,7 @@ from tangram.config.fsdp2 import Fsdp2Features
 from tangram.errors import ConfigError
 from tests.fsdp2.kit import real_batch
 from tests.fsdp2.media import Rows
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 SMALL = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 16, "heads": 2, "kv_heads": 1, "vision_heads": 2}
 

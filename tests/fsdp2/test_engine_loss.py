@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_loss.py")
 SIZES = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 16, "heads": 2, "kv_heads": 1, "vision_heads": 2}

@@ -19,7 +19,7 @@ from tangram.backends.fsdp2.units import plan_units
 from tangram.config.fsdp2 import FsdpPlan
 from tangram.errors import ConfigError, PlacementError
 from tests.fsdp2.kit import UNITS, engine_of, read, write_run
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_start.py")
 SIZES = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 16, "heads": 2, "kv_heads": 1, "vision_heads": 2}

@@ -15,7 +15,7 @@ import yaml
 from tests.config import fsdp2_kit
 from tests.config.conftest import PROCESSOR
 from tests.families.sizes import QWEN3_VL, SIZES
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.trial import write_trial
 
 CASES = Path(__file__).with_name("cases_entry.py")

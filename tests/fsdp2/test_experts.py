@@ -17,7 +17,7 @@ from tangram.errors import ConfigError, PlacementError
 from tangram.placement.blocks import Block
 from tangram.platform import NpuPlatform
 from tests.fsdp2.cases_parallel import Case
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_parallel.py")
 SMALL = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 32, "kv_heads": 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fsdp2.memory_kit import BLOCKS, LAYERS, offload, recompute
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_memory.py")
 INNER = {"fsdp_plan": {"apply_modules": [*BLOCKS, "model.language_model.layers.{*}.mlp", *LAYERS]}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tangram.align.reference import load_reference, observe
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_engine.py")
 

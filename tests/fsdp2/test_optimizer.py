@@ -16,7 +16,7 @@ from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.config.fsdp2 import Fsdp2Training
 from tangram.errors import ConfigError
 from tests.fsdp2.media import Rows
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_optimizer.py")
 sys.path.insert(0, str(CASES.parent))

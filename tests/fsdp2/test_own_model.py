@@ -17,7 +17,7 @@ from tangram.cli.main import main
 from tangram.config.yaml_config import read_run
 from tangram.data.own import own_loader
 from tests.fsdp2.own import GEMMA_PLUGIN, WORDS_PLUGIN, gemma, llama, write
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_own.py")
 WORDS = ["sphinx of black quartz", "judge my vow", "the five boxing", "wizards jump quickly", "how vexingly quick", "daft zebras jump"]

@@ -11,7 +11,7 @@ import pytest
 from tangram.backends.fsdp2.ulysses import check_heads, shares
 from tangram.errors import ConfigError
 from tests.fsdp2.cases_parallel import Case
-from tests.fsdp2.ranks import on_ranks
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_parallel.py")
 SMALL = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 32, "kv_heads": 2}

@@ -17,7 +17,6 @@ from tests.training.test_resume import relative, stored
 from tests.trial import Record, Trial, metrics, run, split
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-kit._server.set_forkserver_preload([*kit.PRELOADED, "tests.fsdp2.preload"])
 FOUR = split(2, [4, 0], [1, 3], use_distributed_optimizer=True)
 """TP2 x PP2 with sharded optimizer state."""
 

@@ -16,7 +16,6 @@ from tests.training.test_resume import stored
 from tests.trial import metrics, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-kit._server.set_forkserver_preload([*kit.PRELOADED, "tests.fsdp2.preload"])
 TIMED = ("step_ms", "tokens_per_s", "tflops_per_device", "mfu")
 
 

@@ -1,4 +1,4 @@
-"""What the server of ``tests.trial`` imports once; its children are forked with all of it in place."""
+"""What the server of ``tests.ranks`` and ``tests.trial`` imports once; its children are forked with all of it in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ MODULES = (
     "PIL.Image",
     "tokenizers",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "accelerate",
+    "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+    "tangram.align.default_batch",
+    "tangram.align.reference",
+    "tangram.backends.fsdp2.engine",
     "tangram.cli.main",
     "tangram.models.vlm",
     "tangram.training.entry",

@@ -27,7 +27,7 @@ PATIENCE = 120
 @cache
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fsdp2.preload"])
+    context.set_forkserver_preload(["tests.preload"])
     return context
 
 
