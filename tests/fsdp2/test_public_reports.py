@@ -18,8 +18,8 @@ from tangram.backends.fsdp2.head import put_loss_head
 from tangram.backends.fsdp2.models import with_chunk_loss
 from tangram.config.fsdp2 import Fsdp2Features
 from tests.fsdp2.media import Rows
-from tests.ranks import on_ranks
 from tests.fsdp2.truth import truth
+from tests.ranks import on_ranks
 
 CASES = Path(__file__).with_name("cases_reports.py")
 SIZES = {"text_layers": 2, "vision_layers": 2}
