@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tangram.align.reference import forward_arguments, load_reference
 from tangram.backends.fsdp2.engine import Fsdp2Engine
-from tangram.backends.fsdp2.exchange import exchange, gather, sum_parts
+from tangram.platform.exchange import exchange, gather, sum_parts
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.manager import CheckpointManager
 from tests.fsdp2.kit import engine_of, read, write_run

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tangram.backends.fsdp2.exchange import exchange, gather, sum_parts
+from tangram.platform.exchange import exchange, gather, sum_parts
 from tangram.backends.fsdp2.expert_weights import holds_out_in
 from tangram.backends.fsdp2.features.wrapped import Wrapped
 from tangram.config.fsdp2 import Fsdp2Parallel

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tangram.backends.fsdp2.exchange import exchange, gather
+from tangram.platform.exchange import exchange, gather
 from tangram.config.fsdp2 import LossConfig
 from tangram.errors import ConfigError, DataError
 
