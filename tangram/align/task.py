@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, field_validator
 
 from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
@@ -13,6 +14,8 @@ from tangram.config.model import LayerList, ModelConfig
 from tangram.config.parsing import Section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.errors import ConfigError
+from tangram.families.base import get_family
+from tangram.families.plugins import load_plugins
 from tangram.placement.topology import Topology
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -92,7 +95,7 @@ class Task(Section):
 
     name: str
     hf_dir: str
-    model: ModelConfig
+    model: SerializeAsAny[ModelConfig]
     plugins: list[str] = []
     """Python files or folders that register families and components."""
     split: Split | Sharded
@@ -107,6 +110,12 @@ class Task(Section):
     curve: Curve | None = None
     out: str
     """Folder for what the ranks find."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_family(cls, raw: Any) -> Any:
+        """From a file: as the family's own class, which has keys that ``ModelConfig`` does not know."""
+        return get_family(raw["model_id"]).config_class.model_validate(raw) if isinstance(raw, dict) else raw
 
     @property
     def folder(self) -> Path:
@@ -171,6 +180,13 @@ class TaskList(Section):
     @property
     def processes(self) -> int:
         return max(task.split.processes for task in self.tasks)
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The tasks of a file that ``TaskList`` was written to, after the plug-ins that know their families."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    load_plugins(plugin for task in raw["tasks"] for plugin in task["plugins"])
+    return TaskList.model_validate(raw).tasks
 
 
 def gradient_file(folder: Path, rank: int) -> Path:

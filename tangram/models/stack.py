@@ -27,24 +27,24 @@ class LayerStack(MegatronModule):
         # core counts layers from 1.
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1, pg_collection=groups) for i in numbers)
 
-    def forward(self, hidden: Tensor, angles: Tensor, plans: Sequence[SegmentPlan | None]) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Tensor | None, plans: Sequence[SegmentPlan | None]) -> Tensor:
         """Run the layers.
 
         Args:
             hidden: [s, b, h].
-            angles: [s, b, 1, head_dim], rotary angles.
-            plans: one per layer of this stack.
+            angles: [s, b, 1, head_dim], rotary angles; None: positions are in the hidden states already.
+            plans: one for each of the stack's first layers; those after them take no part.
         """
 
-        def run(first: int, last: int) -> Callable[[Tensor, Tensor], Tensor]:
-            def forward(hidden: Tensor, angles: Tensor) -> Tensor:
+        def run(first: int, last: int) -> Callable[[Tensor, Tensor | None], Tensor]:
+            def forward(hidden: Tensor, angles: Tensor | None) -> Tensor:
                 for layer, plan in zip(self.layers[first:last], plans[first:last], strict=True):
                     hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan)
                 return hidden
 
             return forward
 
-        count = len(self.layers)
+        count = len(plans)
         if self.config.recompute_granularity != "full" or not self.training:
             return run(0, count)(hidden, angles)
         step = self.config.recompute_num_layers

@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 def activation_shape(topology: Topology, model: ModelConfig, position: int, batch: Batch) -> Shape:
     """Shape of what the chunk at ``position`` hands to the next chunk for one micro-batch.
 
-    Text hidden states [s, b, h_text] once the text decoder has begun, tokens of images and videos [n_merged, 1, h_text] after the projector,
-    hidden states of their patches [n_patches, 1, h_vision] inside the vision encoder. Without any the vision path carries one blank cell.
+    Text hidden states [s, b, h_text] once the text decoder has begun, tokens of images and videos [n, 1, h_text] after the projector, hidden
+    states [places, 1, h_vision] inside the vision encoder; its section says how many. Without any the vision path carries a blank picture.
     """
     chunk = topology.order[position]
     if chunk.has_text:
@@ -36,12 +36,11 @@ def activation_shape(topology: Topology, model: ModelConfig, position: int, batc
         return (length, rows, model.text_decoder.hidden_size)
     assert model.image_encoder is not None
     encoder = model.image_encoder.vision_encoder
-    cell = encoder.spatial_merge_size**2
-    grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
-    patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
+    given = [batch[name].tolist() for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
+    grids = [(t, h, w) for thw in given for t, h, w in thw] or [encoder.blank_grid]
     if chunk.vision_last:
-        return (patches // cell, 1, model.text_decoder.hidden_size)
-    return (patches, 1, encoder.hidden_size)
+        return (sum(map(encoder.tokens, grids)), 1, model.text_decoder.hidden_size)
+    return (sum(map(encoder.places, grids)), 1, encoder.hidden_size)
 
 
 def forward_receives(topology: Topology, pp_rank: int, micro_batches: int) -> Iterator[tuple[int, int]]:
