@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from tangram.models.attention import SegmentPlan
+from tangram.models.experts import Routing
 
 
 class LayerStack(MegatronModule):
@@ -27,19 +28,20 @@ class LayerStack(MegatronModule):
         # core counts layers from 1.
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1, pg_collection=groups) for i in numbers)
 
-    def forward(self, hidden: Tensor, angles: Tensor, plans: Sequence[SegmentPlan | None]) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Tensor, plans: Sequence[SegmentPlan | None], routing: Routing | None = None) -> Tensor:
         """Run the layers.
 
         Args:
             hidden: [s, b, h].
             angles: [s, b, 1, head_dim], rotary angles.
             plans: one per layer of this stack.
+            routing: what experts must know of the micro-batch.
         """
 
         def run(first: int, last: int) -> Callable[[Tensor, Tensor], Tensor]:
             def forward(hidden: Tensor, angles: Tensor) -> Tensor:
                 for layer, plan in zip(self.layers[first:last], plans[first:last], strict=True):
-                    hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan)
+                    hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan, padding_mask=routing)
                 return hidden
 
             return forward

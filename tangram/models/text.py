@@ -13,6 +13,7 @@ from tangram.config.model import TextDecoderConfig
 from tangram.losses.chunk import chunked_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.experts import Routing
 from tangram.models.norms import NORMS
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import text_angles
@@ -82,11 +83,11 @@ class TextDecoder(MegatronModule):
         """[b, s] -> [s, b, h]."""
         return self.embedding(input_ids=input_ids, position_ids=None)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, plan: SegmentPlan | None) -> Tensor:
+    def forward(self, hidden: Tensor, position_ids: Tensor, plan: SegmentPlan | None, routing: Routing | None = None) -> Tensor:
         """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h]."""
         section = self.section
         angles = text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section)
-        hidden = self.decoder(hidden, angles, [plan] * len(self.decoder.numbers))
+        hidden = self.decoder(hidden, angles, [plan] * len(self.decoder.numbers), routing)
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def chunked_losses(self, hidden: Tensor, targets: Tensor, chunk_size: int) -> Tensor:

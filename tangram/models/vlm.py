@@ -13,11 +13,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from tangram.config.model import ImageEncoderConfig, ModelConfig
+from tangram.config.model import ExpertKeys, ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
+from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.experts import Routing, padding_of
 from tangram.models.registry import find_component
 from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
@@ -124,6 +126,7 @@ class VLMModel(MegatronModule):
         video_grid_thw: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        loss_weight: Tensor | None = None,
     ) -> dict[str, Any] | Tensor:
         """Run this chunk on one micro-batch.
 
@@ -139,6 +142,7 @@ class VLMModel(MegatronModule):
             video_grid_thw: [n_videos, 3].
             cu_seqlens: [k + 1], the real lengths of a packed row's k samples added up; None: each row is one sample.
             cu_seqlens_padded: [k + 1], where each begins and the row ends; given with ``cu_seqlens``.
+            loss_weight: scalar int64, what the micro-batch adds to the loss's denominator; needed in training where routers add to the loss.
 
         Returns:
             The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
@@ -163,12 +167,26 @@ class VLMModel(MegatronModule):
         else:
             assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
             plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
-        hidden = self.text_decoder(hidden, position_ids, plan)
+        hidden = self.text_decoder(hidden, position_ids, plan, self._routing(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight))
         if not self.chunk.text_last:
             return hidden
         if labels is None:
             return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
+
+    def _routing(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_padded: Tensor | None,
+        loss_weight: Tensor | None,
+    ) -> Routing | None:
+        """What routers must know that add to the loss."""
+        text = self.model.text_decoder
+        if not isinstance(text, ExpertKeys) or not text.has_router_loss:
+            return None
+        return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
 
     def _encode_media(self, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> Tensor:
         """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
@@ -214,8 +232,7 @@ class VLMModel(MegatronModule):
             losses = vocab_parallel_token_losses(self.text_decoder.project(hidden), targets, section.vocab_size, self.tp_group)
         else:
             losses = self.text_decoder.chunked_losses(hidden, targets, section.loss_chunk_size)
-        samples = rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
-        return {"token_losses": losses, "samples": samples}
+        return {"token_losses": losses, "samples": samples_of(rows, positions, cu_seqlens_padded)}
 
 
 def _grids(thw: Tensor | None) -> list[Grid]:
@@ -245,7 +262,9 @@ def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtyp
     Needs megatron-core's parallel state.
     """
     on_cpu = not torch.cuda.is_available()
-    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, on_cpu=on_cpu)
+    options = BuildOptions(
+        dtype=dtype, tensor_model_parallel_size=topology.tensor, expert_model_parallel_size=topology.expert, on_cpu=on_cpu
+    )
     config = get_model_config(model.text_decoder, options)
     config.pipeline_model_parallel_size = topology.pipeline
     config.virtual_pipeline_model_parallel_size = topology.virtual if topology.virtual > 1 else None

@@ -110,9 +110,9 @@ class MegatronEngine:
             chunk = self.topology.chunk(self.ranks.pipeline_parallel_rank, vp_rank)
             module = build_chunk(self.model, chunk, self.topology, self.dtype, padded_vocab).to(self.ranks.device)
             module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
-            placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk)
+            placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk, self.ranks.expert_parallel_rank)
             parameters = dict(module.named_parameters())
-            mark_parallel(parameters, placement)
+            mark_parallel(parameters, placement, self.topology.expert > 1)
             self.chunks.append(LocalChunk(chunk, placement, parameters))
             modules.append(module)
         return modules
