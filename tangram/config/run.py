@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tangram.config.data import DataConfig
+from tangram.config.experts import check_experts
 from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.model import ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
@@ -245,7 +246,8 @@ class RunConfig(Section):
         """The split that ``parallel`` and the model's ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build``; the lists given in two places differ; or they do not have the pipeline sizes of ``parallel``.
+            ConfigError: as ``Topology.build`` and ``check_experts``; the lists given in two places differ; or they do not have the pipeline sizes of
+                ``parallel``.
         """
         encoder = self.described.image_encoder
         vision = encoder.vision_encoder if encoder else None
@@ -261,6 +263,7 @@ class RunConfig(Section):
         for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
             if layers is not None:
                 _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
+        check_experts(self.described, expert=self.parallel.expert_model_parallel_size, tensor=self.parallel.tensor_model_parallel_size)
         return Topology.build(
             vision_layers=vision.num_layers if vision else 0,
             text_layers=text.num_layers,
@@ -272,19 +275,19 @@ class RunConfig(Section):
 
     def _experts(self, model: ModelConfig) -> dict[str, object]:
         """What ``parallel`` sets of the text decoder's experts."""
-        dispatcher, experts = self.parallel.moe_token_dispatcher_type, self.parallel.expert_model_parallel_size
-        if isinstance(model.text_decoder, ExpertKeys):
-            return {} if dispatcher is None else {"moe_token_dispatcher_type": dispatcher}
-        for key, value, none in (("expert_model_parallel_size", experts, 1), ("moe_token_dispatcher_type", dispatcher, None)):
-            if value != none:
-                raise ConfigError(f"parallel.{key} {value}: the model {model.model_id} has no experts; leave it out")
-        return {}
+        dispatcher = self.parallel.moe_token_dispatcher_type
+        if dispatcher is None:
+            return {}
+        if not isinstance(model.text_decoder, ExpertKeys):
+            raise ConfigError(f"parallel.moe_token_dispatcher_type {dispatcher}: the model {model.model_id} has no experts; leave it out")
+        return {"moe_token_dispatcher_type": dispatcher}
 
     def assembled_model(self) -> ModelConfig:
         """The model config with what ``features`` sets put into its components, and ``parallel`` into its experts.
 
         Raises:
-            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` divides experts that it has not.
+            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets a dispatcher for experts that it has
+                not.
         """
         features, model = self.features, self.described
         recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}

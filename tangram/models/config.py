@@ -124,8 +124,6 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
 def _experts(section: ExpertKeys, options: BuildOptions) -> dict[str, object]:
     """Experts in every layer, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over all, renormalised over
     the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
-    if section.moe_router_topk == 1:
-        raise ConfigError("moe_router_topk 1: the weight of the only expert is always 1, so the router cannot learn; use 2 or more")
     return {
         "num_moe_experts": section.num_moe_experts,
         "moe_router_topk": section.moe_router_topk,

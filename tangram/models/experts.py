@@ -61,6 +61,7 @@ class Router(TopKRouter):
     """
 
     routing_of_batch: Routing | None = None
+    """Of the micro-batch whose layer is being run."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits in fp32. Core's own product names a kernel of TransformerEngine, which is not always there."""
@@ -80,7 +81,7 @@ class Router(TopKRouter):
 
     def _weight(self) -> Tensor:
         if self.routing_of_batch is None or self.routing_of_batch.weight is None:
-            raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); take the batch from tangram.backends.megatron.forward.get_batch")
+            raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); get_batch of megatron.forward passes it on")
         return self.routing_of_batch.weight
 
 
@@ -90,6 +91,8 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
     Core gathers equal parts, but expert-parallel ranks hold different micro-batches; each is filled up to the longest with rows that go to
     no expert.
     """
+
+    routing_map: Tensor
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         hidden, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
@@ -116,5 +119,5 @@ class Experts(MoELayer):
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Routing | None = None) -> tuple[Tensor, Tensor | None]:
         """``padding_mask`` is the micro-batch's ``Routing``."""
-        self.router.routing_of_batch = padding_mask  # type: ignore[attr-defined]
+        self.router.routing_of_batch = padding_mask
         return super().forward(hidden_states, intermediate_tensors, None if padding_mask is None else padding_mask.padding)
