@@ -160,8 +160,8 @@ def read_split(args: argparse.Namespace) -> Split:
 
     vision, text = read_layers(args.vit_pp_layers, "--vit-pp-layers"), read_layers(args.llm_pp_layers, "--llm-pp-layers")
     grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
-    experts = args.ep or 1
-    sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), "data": args.dp or experts, "expert": experts}
+    copies = {"data": args.dp or args.ep or 1, "expert": args.ep or 1}
+    sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
     for name, value in (("--tp", args.tp), ("--pp", args.pp), ("--vpp", args.vpp), ("--dp", args.dp), ("--ep", args.ep)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")

@@ -22,8 +22,8 @@ def check_experts(model: ModelConfig, *, expert: int, tensor: int) -> None:
         raise ConfigError(f"expert_model_parallel_size {expert} does not divide num_moe_experts {text.num_moe_experts}; use one of {fits}")
     if tensor > 1:
         raise ConfigError(
-            f"tensor_model_parallel_size {tensor} with {text.num_moe_experts} experts is not supported: tensor-parallel ranks would send them the same "
-            "tokens; set it to 1, and divide the experts with expert_model_parallel_size"
+            f"tensor_model_parallel_size {tensor} with {text.num_moe_experts} experts is not supported: tensor-parallel ranks would send them "
+            "the same tokens; set it to 1, and divide the experts with expert_model_parallel_size"
         )
     if text.moe_router_topk == 1:
         raise ConfigError("moe_router_topk 1: the weight of the only expert is always 1, so the router cannot learn; use 2 or more")

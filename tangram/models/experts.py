@@ -81,7 +81,7 @@ class Router(TopKRouter):
 
     def _weight(self) -> Tensor:
         if self.routing_of_batch is None or self.routing_of_batch.weight is None:
-            raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); get_batch of megatron.forward passes it on")
+            raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); megatron.forward.get_batch passes it on")
         return self.routing_of_batch.weight
 
 

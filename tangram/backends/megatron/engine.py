@@ -257,7 +257,7 @@ class MegatronEngine:
         numerator, denominator, tokens, weights = summed.tolist()
         if any("loss_weight" in batch for batch in micro_batches) and weights != denominator:
             raise ConfigError(
-                f"loss_func averages over {denominator:g}, loss_type {self.run.training.loss_type} over {weights:g}, by which the routers' losses are "
+                f"loss_func averages over {denominator:g}, loss_type {self.run.training.loss_type} over {weights:g}, by which routers' losses are "
                 "averaged; give loss_func the denominators of loss_type, or set moe_aux_loss_coeff and moe_z_loss_coeff to 0"
             )
         return ForwardResult(loss=numerator / denominator if denominator else 0.0, weight=denominator, tokens=int(tokens))
