@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from tangram.models.attention import SegmentPlan
+from tangram.models.experts import Routing
 from tangram.models.media import add_rows
 
 
@@ -40,6 +41,7 @@ class LayerStack(MegatronModule):
         plans: Sequence[SegmentPlan | None],
         features: Sequence[Tensor] = (),
         places: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers.
 
@@ -49,6 +51,7 @@ class LayerStack(MegatronModule):
             plans: one for each of the stack's first layers; those after them take no part.
             features: what is added after the first layers of this stack, one [n, h] for each.
             places: [n], where; see ``add_rows``.
+            routing: what experts must know of the micro-batch.
 
         Returns:
             Hidden states [s, b, h], and what the mergers gave, in the order of their layers.
@@ -58,7 +61,7 @@ class LayerStack(MegatronModule):
             def forward(hidden: Tensor, angles: Tensor | None, *features: Tensor) -> tuple[Tensor, ...]:
                 made = []
                 for layer, plan, rows in zip_longest(self.layers[first:last], plans[first:last], features):
-                    hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan)
+                    hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan, padding_mask=routing)
                     merger = getattr(layer, "deepstack_layer", None)
                     if merger is not None:
                         made.append(merger(hidden))
