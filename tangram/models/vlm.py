@@ -21,7 +21,7 @@ from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.experts import Routing, padding_of
 from tangram.models.media import media_places, put_rows
-from tangram.models.payload import activation_shapes, pack, unpack
+from tangram.models.payload import activation_shapes, pack, pending_features, unpack
 from tangram.models.registry import find_component
 from tangram.placement.topology import Chunk, Topology
 
@@ -170,7 +170,7 @@ class VLMModel(MegatronModule):
             features += made
         if self.text_decoder is None:
             assert hidden is not None
-            return pack([hidden, *features])
+            return self._hand_on(hidden, features)
         places = None
         if self.chunk.text_first or features:
             places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
@@ -185,7 +185,7 @@ class VLMModel(MegatronModule):
         routing = self._routing(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
         hidden = self.text_decoder(hidden, position_ids, plan, features[:due], places, routing)
         if not self.chunk.text_last:
-            return pack([hidden, *features[due:]])
+            return self._hand_on(hidden, features[due:])
         if labels is None:
             return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
@@ -210,6 +210,12 @@ class VLMModel(MegatronModule):
             return None, []
         hidden, *features = unpack(self.input_tensor, activation_shapes(self.topology, self.model, self.chunk.position - 1, batch))
         return hidden, features
+
+    def _hand_on(self, hidden: Tensor, features: list[Tensor]) -> Tensor:
+        """What the next chunk takes apart again."""
+        due = pending_features(self.model, self.chunk)
+        assert len(features) == due, f"chunk {self.chunk.position} has {len(features)} DeepStack features to hand on, by deepstack_layers {due}"
+        return pack([hidden, *features])
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Run the vision path on all images, then all videos; without any on a blank picture, so that collectives match over ranks and
