@@ -60,7 +60,11 @@ WORKS: dict[str, Works] = {
     "--virtual-pipeline-model-parallel-size": Works(
         "parallel.virtual_pipeline_model_parallel_size", int, says="rows of pipeline_num_layers in model.json"
     ),
-    "--context-parallel-size": Works("parallel.context_parallel_size", int, says="only 1 yet"),
+    "--context-parallel-size": Works("parallel.context_parallel_size", int, says="ranks that share the tokens of a micro-batch"),
+    "--context-parallel-algo": Works(
+        "parallel.context_parallel_algo", says="ulysses_cp_algo (MindSpeed's default), megatron_cp_algo (ring) or hybrid_cp_algo"
+    ),
+    "--ulysses-degree-in-cp": Works("parallel.ulysses_degree_in_cp", int, says="hybrid_cp_algo: ranks that share the heads"),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),
     "--overlap-grad-reduce": Works("parallel.overlap_grad_reduce", const=True),
     "--overlap-param-gather": Works("parallel.overlap_param_gather", const=True),
@@ -149,7 +153,6 @@ _LATER = "not supported yet; remove it"
 _NPU = "a setting of one device's kernels; remove it"
 
 REFUSED: dict[str, Refused] = {
-    "--context-parallel-algo": Refused("context parallelism is not supported yet; remove it"),
     "--sequence-parallel": Refused(_LATER),
     "--expert-model-parallel-size": Refused(_LATER),
     "--num-layers-per-virtual-pipeline-stage": Refused(
