@@ -22,6 +22,8 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide activations along the sequence wherever they would hold them all; lengths that do not divide are padded."""
     context_parallel_size: int = 1
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
@@ -42,6 +44,15 @@ class ParallelConfig(Section):
         if value != 1:
             raise ValueError(f"context parallelism is not supported yet by the megatron backend, got size {value}; set it to 1")
         return value
+
+    @model_validator(mode="after")
+    def _sequence_needs_ranks(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel divides activations over tensor-parallel ranks, and tensor_model_parallel_size is 1; raise it, or leave "
+                "sequence_parallel out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _overlaps_fit(self) -> ParallelConfig:
@@ -263,6 +274,7 @@ class RunConfig(Section):
             tensor=self.parallel.tensor_model_parallel_size,
             vit_pp_layers=self.vit_layers,
             llm_pp_layers=self.llm_layers,
+            sequence_parallel=self.parallel.sequence_parallel,
         )
 
     def assembled_model(self) -> ModelConfig:

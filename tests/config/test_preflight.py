@@ -127,6 +127,14 @@ def test_heads_that_do_not_divide(files: Files) -> None:
     assert "text_decoder.num_query_groups (key/value heads) 6, text_decoder.num_attention_heads 6; use 1 or 2" in message
 
 
+def test_sequence_parallelism_needs_ranks_to_divide_over(files: Files) -> None:
+    found = report(files, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert not found.errors
+    assert next(f.detail for f in found.findings if f.rule == "tensor parallel").endswith("divide by 2, activations divided along the sequence")
+    with pytest.raises(ConfigError, match=r"sequence_parallel divides .* tensor_model_parallel_size is 1; raise it, or leave sequence_parallel out"):
+        files.run("--sequence-parallel")
+
+
 def test_projector_that_does_not_divide(files: Files) -> None:
     files.vision.update(hidden_size=12, num_attention_heads=3, ffn_hidden_size=96)
     files.model["image_encoder"]["vision_projector"].update(input_size=12, ffn_hidden_size=48)
