@@ -308,20 +308,18 @@ def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(script
     assert wrong == {"weights", "tokenizer", "samples"}, done.stdout
 
 
-def test_checking_imports_no_torch_and_is_quick(files: Files) -> None:
+def test_checking_imports_nothing_that_takes_long(files: Files) -> None:
     words = json.dumps(["check", "--world-size", "1", *files.flags()])
     code = (
-        "import argparse, sys, time; start = time.process_time()\n"
+        "import argparse, sys\n"
         "from tangram.cli.check import add_parser, run\n"
         "parser = argparse.ArgumentParser(); add_parser(parser.add_subparsers())\n"
         f"status = run(parser.parse_args({words}))\n"
-        "heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
-        "print(status, sorted(heavy), time.process_time() - start)\n"
+        "heavy = {'torch', 'megatron', 'transformers', 'accelerate', 'pyarrow', 'av'} & set(sys.modules)\n"
+        "print(status, sorted(heavy))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    status, heavy, seconds = done.stdout.splitlines()[-1].replace("[]", "none").split()
-    assert (status, heavy) == ("0", "none"), done.stdout
-    assert float(seconds) < 2
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout
 
 
 def test_errors_are_one_line(files: Files) -> None:
