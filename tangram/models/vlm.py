@@ -260,9 +260,7 @@ def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtyp
     Needs megatron-core's parallel state.
     """
     on_cpu = not torch.cuda.is_available()
-    options = BuildOptions(
-        dtype=dtype, tensor_model_parallel_size=topology.tensor, sequence_parallel=topology.sequence_parallel, on_cpu=on_cpu
-    )
+    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, sequence_parallel=topology.sequence_parallel, on_cpu=on_cpu)
     config = get_model_config(model.text_decoder, options)
     config.pipeline_model_parallel_size = topology.pipeline
     config.virtual_pipeline_model_parallel_size = topology.virtual if topology.virtual > 1 else None

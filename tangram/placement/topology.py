@@ -82,8 +82,8 @@ class Topology:
 
     Raises:
         ConfigError: sizes below 1, a tensor-parallel size that is no multiple of the other, sequence parallelism without tensor
-            parallelism, grids of different shape, the text decoder empty, a stage of vision layers after the first text layer, a gap inside a component, or a pipeline rank that holds no layer at
-            all.
+            parallelism, grids of different shape, the text decoder empty, a stage of vision layers after the first text layer, a gap inside
+            a component, or a pipeline rank that holds no layer at all.
     """
 
     tensor: int = 1
