@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,15 +30,13 @@ def faults(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in COMMANDS]])
-def test_help_starts_fast_and_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom tangram.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "print([m for m in ('torch', 'transformers', 'megatron', 'numpy', 'pydantic') if m in sys.modules])"
     )
-    begin = time.perf_counter()
     shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
-    print(f"tangram {' '.join(arguments)}: {time.perf_counter() - begin:.2f} s")
     assert shown.startswith("usage: tangram")
     assert shown.endswith("[]\n")
 
@@ -138,20 +135,18 @@ def test_exit_status_by_kind_of_end(capsys: pytest.CaptureFixture[str]) -> None:
         guarded("prog", raising(ZeroDivisionError()))
 
 
-def launch(code: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def launch(code: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` on two ranks that torchrun starts."""
-    begin = time.monotonic()
-    ended = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=250,
     )
-    return ended, time.monotonic() - begin
 
 
 def test_a_fault_that_all_ranks_share_prints_once() -> None:
-    ended, _ = launch("import sys; from tangram.cli.main import main; sys.exit(main(['tiny', 'qwen9_vl', 'x']))")
+    ended = launch("import sys; from tangram.cli.main import main; sys.exit(main(['tiny', 'qwen9_vl', 'x']))")
     assert ended.returncode != 0
     assert ended.stderr.count("unknown model family 'qwen9_vl'") == 1
 
@@ -159,23 +154,22 @@ def test_a_fault_that_all_ranks_share_prints_once() -> None:
 def test_a_fault_of_one_rank_ends_a_launch_whose_other_rank_waits() -> None:
     code = (
         "import os, time\nfrom tangram.guard import guarded\nfrom tangram.errors import DataError\n"
-        "def action():\n    if os.environ['RANK'] == '1':\n        raise DataError('cat.png: no such file')\n    time.sleep(200)\n"
+        "def action():\n    if os.environ['RANK'] == '1':\n        raise DataError('cat.png: no such file')\n    time.sleep(3600)\n"
         "guarded('tangram', action)"
     )
-    ended, seconds = launch(code)
+    ended = launch(code)
     assert ended.returncode != 0
     assert ended.stderr.count("tangram: error: [rank 1] cat.png: no such file") == 1
-    assert seconds < 150
 
 
 @pytest.mark.parametrize("kind", ["ValueError", "DataError"])
 def test_a_failed_rank_does_not_wait_for_threads(kind: str) -> None:
     code = (
         "import threading, time\nfrom tangram.guard import guarded\nfrom tangram.errors import DataError\n"
-        f"def action():\n    threading.Thread(target=time.sleep, args=(90,)).start()\n    raise {kind}('lost')\nguarded('tangram', action)"
+        f"def action():\n    threading.Thread(target=time.sleep, args=(3600,)).start()\n    raise {kind}('lost')\nguarded('tangram', action)"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, env={**os.environ, "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
     )
     assert ended.returncode == {"ValueError": 1, "DataError": 2}[kind]
     assert ("Traceback" in ended.stderr) == (kind == "ValueError")

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,6 @@ class Launch:
 
     processes: list[BaseProcess]
     logs: list[Path]
-    began: float = field(default_factory=time.monotonic)
 
     def output(self, rank: int | None = None) -> str:
         """What a rank has printed so far; None: all of them."""
@@ -182,7 +181,7 @@ class Launch:
             time.sleep(0.01)
         codes = [process.exitcode for process in self.processes]
         self.kill()
-        return Outcome(codes, [self.output(rank) for rank in range(len(self.logs))], time.monotonic() - self.began)
+        return Outcome(codes, [self.output(rank) for rank in range(len(self.logs))])
 
     def kill(self) -> None:
         for process in self.processes:
@@ -197,7 +196,6 @@ class Outcome:
 
     codes: list[int | None]
     outputs: list[str]
-    seconds: float
 
     @property
     def output(self) -> str:

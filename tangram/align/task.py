@@ -24,6 +24,8 @@ class Split(Section):
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     virtual: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide activations along the sequence."""
     data: int = Field(default=1, ge=1)
     """Copies of the model; each takes its share of the micro-batches."""
     vit_pp_layers: LayerList | None = None
@@ -49,7 +51,14 @@ class Split(Section):
         vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0
         layers = model.text_decoder.num_layers
         text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
-        topology = Topology.build(vision_layers=vision, text_layers=layers, tensor=self.tensor, vit_pp_layers=self.vit_pp_layers, llm_pp_layers=text)
+        topology = Topology.build(
+            vision_layers=vision,
+            text_layers=layers,
+            tensor=self.tensor,
+            vit_pp_layers=self.vit_pp_layers,
+            llm_pp_layers=text,
+            sequence_parallel=self.sequence_parallel,
+        )
         if (topology.virtual, topology.pipeline) != (self.virtual, self.pipeline):
             raise ConfigError(
                 f"llm_pp_layers {text} describes {topology.pipeline} pipeline ranks with {topology.virtual} virtual stages, but "
@@ -58,7 +67,7 @@ class Split(Section):
         return topology
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
+        parts = [f"TP{self.tensor}{' SP' if self.sequence_parallel else ''}", f"PP{self.pipeline}"]
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
         parts += [f"text {self.llm_pp_layers}"] if self.llm_pp_layers is not None else []
@@ -136,6 +145,7 @@ class Task(Section):
                 tensor_model_parallel_size=split.tensor,
                 pipeline_model_parallel_size=split.pipeline,
                 virtual_pipeline_model_parallel_size=split.virtual if split.virtual > 1 else None,
+                sequence_parallel=split.sequence_parallel,
                 vit_pp_layers=[list(row) for row in topology.vision],
                 llm_pp_layers=[list(row) for row in topology.text],
                 use_distributed_optimizer=split.distributed_optimizer,

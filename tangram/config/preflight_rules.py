@@ -94,7 +94,8 @@ def tensor_parallel(subject: Subject) -> str:
     if wrong:
         fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in sizes)]
         raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}")
-    return f"{len(sizes)} sizes divide by {size}"
+    divided = ", activations divided along the sequence" if subject.run.parallel.sequence_parallel else ""
+    return f"{len(sizes)} sizes divide by {size}{divided}"
 
 
 def vocabulary(subject: Subject) -> str:

@@ -26,6 +26,7 @@ class RunFacts:
 
     dtype: str | None = None
     seq_length: int | None = None
+    sequence_parallel: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,14 @@ _TYPES: dict[str, Entry] = {
     "bf16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "bf16"),
     "fp16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "fp16"),
 }
-_SPLITS: dict[str, Entry] = {"context_parallel_size": _ONE, "sequence_parallel": _OFF, "canonical_model": _OFF}
+_SPLITS: dict[str, Entry] = {
+    "context_parallel_size": _ONE,
+    "sequence_parallel": Repeats(
+        "parallel.sequence_parallel (--sequence-parallel), which holds for all components",
+        lambda raw, facts: None if raw.get("sequence_parallel") is None else facts.sequence_parallel,
+    ),
+    "canonical_model": _OFF,
+}
 
 MODEL: dict[Path, dict[str, Entry]] = {
     (): {

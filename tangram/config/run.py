@@ -22,6 +22,8 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide activations along the sequence wherever they would hold them all; lengths that do not divide are padded."""
     context_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of a micro-batch."""
     context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"] = "ulysses_cp_algo"
@@ -64,6 +66,15 @@ class ParallelConfig(Section):
         if self.context_parallel_algo == "ulysses_cp_algo":
             return 1
         return self.context_parallel_size // (self.ulysses_degree_in_cp or 1)
+
+    @model_validator(mode="after")
+    def _sequence_needs_ranks(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel divides activations over tensor-parallel ranks, and tensor_model_parallel_size is 1; raise it, or leave "
+                "sequence_parallel out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _overlaps_fit(self) -> ParallelConfig:
@@ -285,6 +296,7 @@ class RunConfig(Section):
             tensor=self.parallel.tensor_model_parallel_size,
             vit_pp_layers=self.vit_layers,
             llm_pp_layers=self.llm_layers,
+            sequence_parallel=self.parallel.sequence_parallel,
             context=self.parallel.context_parallel_size,
             ring=self.parallel.context_parallel_ring,
         )

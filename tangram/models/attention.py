@@ -62,16 +62,18 @@ class SegmentPlan(PackedSeqParams):
         return cls(groups=tuple(groups), inverse=torch.argsort(order))
 
 
-def packed_plan(cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int], device: torch.device) -> SegmentPlan:
+def packed_plan(cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int], device: torch.device, length: int | None = None) -> SegmentPlan:
     """Plan for a row of several samples: no token sees another sample, and a padding token sees itself alone.
 
     Args:
         cu_seqlens: [k + 1], real lengths of the k samples, added up.
         cu_seqlens_padded: [k + 1], where each sample begins in the row, and where the row ends.
+        length: of the row with padding that was added after its end; None: none was.
     """
     lengths: list[int] = []
     for real, padded in zip(map(operator.sub, cu_seqlens[1:], cu_seqlens), map(operator.sub, cu_seqlens_padded[1:], cu_seqlens_padded), strict=True):
         lengths += [real, *[1] * (padded - real)]
+    lengths += [1] * (0 if length is None else length - cu_seqlens_padded[-1])
     return SegmentPlan.from_lengths(lengths, device)
 
 
@@ -95,6 +97,7 @@ class SegmentAttention(MegatronModule):
         super().__init__(config=config)
         self.causal = attn_mask_type == AttnMaskType.causal
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.sequence_parallel = config.sequence_parallel
         self.scale = softmax_scale
 
     def forward(
@@ -129,8 +132,8 @@ class SegmentAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[rows, heads, s, d] each; key and value may have fewer heads."""
         dropout = self.dropout if self.training else 0.0
-        # Tensor-parallel ranks hold different heads, so each drops by a generator of its own.
-        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+        # Tensor-parallel ranks hold different heads, so each drops by a generator of its own; with sequence parallelism all layers do.
+        with get_cuda_rng_tracker().fork() if dropout and not self.sequence_parallel else nullcontext():
             return attention(query, key, value, mask, dropout, self.causal, self.scale)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -31,10 +33,15 @@ class LayerStack(MegatronModule):
         """Run the layers.
 
         Args:
-            hidden: [s, b, h].
+            hidden: [s, b, h]; with sequence parallelism this rank's part, [s / TP, b, h].
             angles: [s, b, 1, head_dim], rotary angles.
             plans: one per layer of this stack.
         """
+        # Ranks that hold different tokens must not drop alike.
+        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
+            return self._run(hidden, angles, plans)
+
+    def _run(self, hidden: Tensor, angles: Tensor, plans: Sequence[SegmentPlan | None]) -> Tensor:
 
         def run(first: int, last: int) -> Callable[[Tensor, Tensor], Tensor]:
             def forward(hidden: Tensor, angles: Tensor) -> Tensor:

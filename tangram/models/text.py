@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -49,9 +51,11 @@ class TextDecoder(MegatronModule):
         super().__init__(config=get_model_config(section, options))
         self.section, self.tp_group = section, groups.tp
         self.pre_process, self.post_process, self.shares_weight = first, last, shares_weight
+        # The embedding and the head see whole sequences on every rank.
+        undivided = get_model_config(section, replace(options, sequence_parallel=False))
         if first:
             self.embedding = LanguageModelEmbedding(
-                self.config,
+                undivided,
                 vocab_size=padded_vocab,
                 max_sequence_length=section.max_position_embeddings,
                 position_embedding_type="rope",
@@ -64,8 +68,8 @@ class TextDecoder(MegatronModule):
             self.output_layer = ColumnParallelLinear(
                 section.hidden_size,
                 padded_vocab,
-                config=self.config,
-                init_method=self.config.init_method,
+                config=undivided,
+                init_method=undivided.init_method,
                 bias=False,
                 skip_bias_add=False,
                 gather_output=False,
@@ -83,7 +87,10 @@ class TextDecoder(MegatronModule):
         return self.embedding(input_ids=input_ids, position_ids=None)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, plan: SegmentPlan | None) -> Tensor:
-        """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h]."""
+        """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h].
+
+        With sequence parallelism ``hidden`` is this rank's part; positions [3, b, s] and the plan are those of the whole.
+        """
         section = self.section
         angles = text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section)
         hidden = self.decoder(hidden, angles, [plan] * len(self.decoder.numbers))

@@ -14,8 +14,10 @@ from tangram.config.model import VisionEncoderConfig
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.norms import parameter_device
+from tangram.models.regions import divide, split_of
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import vision_angles
+from tangram.models.sequence import SequenceSplit
 from tangram.models.stack import LayerStack
 from tangram.models.windows import Grid, frame_lengths, window_order
 
@@ -61,7 +63,7 @@ class VisionEncoder(MegatronModule):
 
     def __init__(self, section: VisionEncoderConfig, options: BuildOptions, numbers: range, first: bool, groups: ProcessGroupCollection) -> None:
         super().__init__(config=get_model_config(section, options))
-        self.section = section
+        self.section, self.tp_group = section, groups.tp
         self.pre_process = first
         if first:
             self.patch_embed = PatchEmbed(section, options.dtype, parameter_device(self.config))
@@ -75,14 +77,15 @@ class VisionEncoder(MegatronModule):
             grids: (t, h, w) of each image.
 
         Returns:
-            [n, 1, hidden_size], in window order.
+            [n, 1, hidden_size], in window order; with sequence parallelism whole cells of them, this rank's part of the padded sequence.
         """
-        order, plans = self._plans(grids, hidden.device)
+        split = split_of(sum(frame_lengths(grids)), self.config, self.tp_group, unit=self.section.spatial_merge_size**2)
+        order, plans = self._plans(grids, split, hidden.device)
         angles = vision_angles(grids, self.section.spatial_merge_size, self.section.head_dim, self.section.rope_theta, hidden.device)
         if self.pre_process:
             hidden = self.patch_embed(hidden)[:, None]
-            hidden = hidden if order is None else hidden[order]
-        return self.blocks(hidden, angles if order is None else angles[order], plans)
+            hidden = divide(hidden if order is None else hidden[order], split, self.tp_group)
+        return self.blocks(hidden, split.pad(angles if order is None else angles[order], 0), plans)
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Put the projector's rows [cells, 1, h] back in raster order."""
@@ -96,14 +99,15 @@ class VisionEncoder(MegatronModule):
         assert section.window_attn_size is not None
         return window_order(grids, section.spatial_merge_size, section.window_attn_size // section.patch_size // section.spatial_merge_size)
 
-    def _plans(self, grids: Sequence[Grid], device: torch.device) -> tuple[Tensor | None, list[SegmentPlan | None]]:
-        """Order of the patches (None: as they come), and the segments of each layer here."""
-        frames = SegmentPlan.from_lengths(frame_lengths(grids), device)
+    def _plans(self, grids: Sequence[Grid], split: SequenceSplit, device: torch.device) -> tuple[Tensor | None, list[SegmentPlan | None]]:
+        """Order of the patches (None: as they come), and the segments of each layer here; padding is a segment of its own."""
+        padding = [split.padded - split.length] if split.padded > split.length else []
+        frames = SegmentPlan.from_lengths(frame_lengths(grids) + padding, device)
         if self.section.window_attn_size is None:
             return None, [frames] * len(self.blocks.numbers)
         cells, sizes = self._windows(grids)
         square = self.section.spatial_merge_size**2
         order = (cells[:, None] * square + torch.arange(square)).flatten().to(device)
-        windows = SegmentPlan.from_lengths([size * square for size in sizes], device)
+        windows = SegmentPlan.from_lengths([size * square for size in sizes] + padding, device)
         full = set(self.section.fullatt_block_indexes or ())
         return order, [frames if i in full else windows for i in self.blocks.numbers]

@@ -12,12 +12,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tangram.config.model import ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.regions import collect, divide, split_of
 from tangram.models.registry import find_component
 from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
@@ -31,7 +33,7 @@ class ImageEncoder(MegatronModule):
 
     def __init__(self, section: ImageEncoderConfig, options: BuildOptions, chunk: Chunk, groups: ProcessGroupCollection) -> None:
         super().__init__(config=get_model_config(section.vision_encoder, options))
-        self.section = section
+        self.section, self.tp_group = section, groups.tp
         self.pre_process, self.post_process = chunk.vision_first, chunk.vision_last
         encoder, projector = section.vision_encoder, section.vision_projector
         self.encoder: Any = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
@@ -39,9 +41,16 @@ class ImageEncoder(MegatronModule):
             self.projector = find_component(projector)(projector, options, groups)
 
     def forward(self, hidden: Tensor, grids: list[Grid]) -> Tensor:
-        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]."""
+        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text].
+
+        With sequence parallelism hidden states are this rank's part; image tokens are always whole.
+        """
         hidden = self.encoder(hidden, grids)
-        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        split = split_of(sum(map(math.prod, grids)) // self.section.vision_encoder.spatial_merge_size**2, self.config, self.tp_group)
+        tokens = collect(self.projector(hidden), split, self.tp_group)
+        return self.encoder.restore_order(tokens[: split.length], grids)
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
         """Take the encoder's or the projector's parameters out of training."""
@@ -156,18 +165,21 @@ class VLMModel(MegatronModule):
         if self.text_decoder is None:
             assert hidden is not None
             return hidden
+        split = split_of(input_ids.shape[1], self.config, self.tp_group)
         if self.chunk.text_first:
-            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, images, videos)
+            merged = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, images, videos)
+            hidden = divide(merged, split, self.tp_group)
         if cu_seqlens is None:
-            plan = _text_plan(attention_mask)
+            plan = _text_plan(attention_mask, split.padded)
         else:
             assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
-            plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
-        hidden = self.text_decoder(hidden, position_ids, plan)
+            plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device, split.padded)
+        hidden = self.text_decoder(hidden, split.pad(position_ids, -1), plan)
         if not self.chunk.text_last:
             return hidden
+        hidden = collect(hidden, split, self.tp_group)
         if labels is None:
-            return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
+            return {"loss_dict": {}, "logits": self.text_decoder.project(hidden[: split.length]).transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
 
     def _encode_media(self, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> Tensor:
@@ -222,18 +234,21 @@ def _grids(thw: Tensor | None) -> list[Grid]:
     return [(t, h, w) for t, h, w in thw.tolist()] if thw is not None else []
 
 
-def _text_plan(attention_mask: Tensor | None) -> SegmentPlan | None:
-    """Causality alone is enough unless a mask has holes: padding on the right is never seen by a real token."""
+def _text_plan(attention_mask: Tensor | None, size: int) -> SegmentPlan | None:
+    """Causality alone is enough unless a mask has holes: padding on the right is never seen by a real token.
+
+    ``size`` is the length with padding that was added after the end.
+    """
     if attention_mask is None:
         return None
-    size = attention_mask.shape[-1]
+    added = size - attention_mask.shape[-1]
     if attention_mask.dim() == 2:
         if bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
             return None
         causal = torch.ones(size, size, dtype=torch.bool, device=attention_mask.device).tril()
-        seen = causal & attention_mask.bool()[:, None, :]
+        seen = causal & F.pad(attention_mask.bool(), (0, added))[:, None, :]
     else:
-        seen = attention_mask.bool()
+        seen = F.pad(attention_mask.bool(), (0, added, 0, added))
     # A padding token sees itself, so that no row of the softmax is empty.
     seen = seen | torch.eye(size, dtype=torch.bool, device=seen.device)
     return SegmentPlan(mask=seen[:, None])
@@ -245,7 +260,7 @@ def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtyp
     Needs megatron-core's parallel state.
     """
     on_cpu = not torch.cuda.is_available()
-    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, on_cpu=on_cpu)
+    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, sequence_parallel=topology.sequence_parallel, on_cpu=on_cpu)
     config = get_model_config(model.text_decoder, options)
     config.pipeline_model_parallel_size = topology.pipeline
     config.virtual_pipeline_model_parallel_size = topology.virtual if topology.virtual > 1 else None

@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--wandb-project": ("eyes", "eyes"),
 }
 TOGETHER: dict[str, list[str]] = {
+    "--sequence-parallel": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "--wandb-project": ["--wandb-project", "eyes", "--wandb-exp-name", "first", "--wandb-save-dir", "/wandb"],
     "--recompute-granularity": ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"],
     "--eval-interval": ["--eval-interval", "5", "--eval-iters", "2"],

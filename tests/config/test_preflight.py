@@ -127,6 +127,14 @@ def test_heads_that_do_not_divide(files: Files) -> None:
     assert "text_decoder.num_query_groups (key/value heads) 6, text_decoder.num_attention_heads 6; use 1 or 2" in message
 
 
+def test_sequence_parallelism_needs_ranks_to_divide_over(files: Files) -> None:
+    found = report(files, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert not found.errors
+    assert next(f.detail for f in found.findings if f.rule == "tensor parallel").endswith("divide by 2, activations divided along the sequence")
+    with pytest.raises(ConfigError, match=r"sequence_parallel divides .* tensor_model_parallel_size is 1; raise it, or leave sequence_parallel out"):
+        files.run("--sequence-parallel")
+
+
 def test_projector_that_does_not_divide(files: Files) -> None:
     files.vision.update(hidden_size=12, num_attention_heads=3, ffn_hidden_size=96)
     files.model["image_encoder"]["vision_projector"].update(input_size=12, ffn_hidden_size=48)
@@ -300,20 +308,18 @@ def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(script
     assert wrong == {"weights", "tokenizer", "samples"}, done.stdout
 
 
-def test_checking_imports_no_torch_and_is_quick(files: Files) -> None:
+def test_checking_imports_nothing_that_takes_long(files: Files) -> None:
     words = json.dumps(["check", "--world-size", "1", *files.flags()])
     code = (
-        "import argparse, sys, time; start = time.process_time()\n"
+        "import argparse, sys\n"
         "from tangram.cli.check import add_parser, run\n"
         "parser = argparse.ArgumentParser(); add_parser(parser.add_subparsers())\n"
         f"status = run(parser.parse_args({words}))\n"
-        "heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
-        "print(status, sorted(heavy), time.process_time() - start)\n"
+        "heavy = {'torch', 'megatron', 'transformers', 'accelerate', 'pyarrow', 'av'} & set(sys.modules)\n"
+        "print(status, sorted(heavy))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    status, heavy, seconds = done.stdout.splitlines()[-1].replace("[]", "none").split()
-    assert (status, heavy) == ("0", "none"), done.stdout
-    assert float(seconds) < 2
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout
 
 
 def test_errors_are_one_line(files: Files) -> None:

@@ -222,7 +222,7 @@ def chunks_of(texts: list[str], pause: float = 0.0, marks: Path | None = None) -
 
 
 def build_together(folder: Path, marks: Path, pause: float, out: Any) -> None:
-    cache = open_cache(folder, {"a": 1}, chunks_of(["ab", "c"], pause, marks), patience=30)
+    cache = open_cache(folder, {"a": 1}, chunks_of(["ab", "c"], pause, marks), patience=200)
     out.put(cache[1].input_ids)
 
 
@@ -232,7 +232,7 @@ def test_processes_that_want_the_same_cache_build_it_once(tmp_path: Path) -> Non
     processes = [context.Process(target=build_together, args=(tmp_path / "cache", tmp_path / "marks", 0.2, out)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert [out.get(timeout=30) for _ in processes] == [[ord("c")]] * 4
+    assert [out.get(timeout=200) for _ in processes] == [[ord("c")]] * 4
     for process in processes:
         process.join()
         assert process.exitcode == 0
@@ -243,7 +243,7 @@ def test_processes_that_want_the_same_cache_build_it_once(tmp_path: Path) -> Non
 def test_a_builder_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     out = context.Queue()
-    first = context.Process(target=build_together, args=(tmp_path / "cache", tmp_path / "marks", 60, out))
+    first = context.Process(target=build_together, args=(tmp_path / "cache", tmp_path / "marks", 3600, out))
     first.start()
     while not (tmp_path / "marks").exists():
         time.sleep(0.02)
@@ -252,7 +252,7 @@ def test_a_builder_that_is_killed_is_followed_by_another(tmp_path: Path) -> None
     time.sleep(0.5)
     assert not (tmp_path / "marks2").exists(), "it waits"
     os.kill(first.pid or 0, signal.SIGKILL)
-    assert out.get(timeout=20) == [ord("c")]
+    assert out.get(timeout=200) == [ord("c")]
     second.join()
     assert (tmp_path / "marks2").exists() and len(list((tmp_path / "cache").glob("*.tmp-*"))) == 0
 
@@ -276,7 +276,7 @@ def test_without_locks_builders_leave_each_other_alone(tmp_path: Path, monkeypat
 
 def test_a_builder_that_does_not_get_on_is_named_and_not_waited_for(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=build_together, args=(tmp_path, tmp_path / "marks", 60, context.Queue()))
+    process = context.Process(target=build_together, args=(tmp_path, tmp_path / "marks", 3600, context.Queue()))
     process.start()
     while not (tmp_path / "marks").exists():
         time.sleep(0.02)

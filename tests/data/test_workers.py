@@ -58,7 +58,6 @@ def kill_self() -> None:
 @pytest.mark.parametrize("during_step", [False, True], ids=["while it is waited for", "while the step runs"])
 def test_a_killed_worker_is_told_with_the_samples_that_it_read(during_step: bool) -> None:
     """Torch's own report is a stack trace, raised wherever the main process happens to be, that knows no sample."""
-    began = time.monotonic()
     steps = iter(loader({9: kill_self}))
     seen = [next(steps)]
     if during_step:
@@ -71,30 +70,35 @@ def test_a_killed_worker_is_told_with_the_samples_that_it_read(during_step: bool
         "was killed by SIGKILL while it read sample 9 (numbers.json, record 9: 9.png), of the micro-batch with samples [8, 9]; out of memory?"
         in message
     )
-    assert "\n" not in message and time.monotonic() - began < 10
+    assert "\n" not in message
     got = [batch["sample_ids"] for step in seen for batch in step]
     assert got == [[0, 1], [2, 3], [4, 5], [6, 7]][: len(got)]
     assert multiprocessing.active_children() == []
 
 
 class Bulky(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = multiprocessing.Semaphore(0)
+
     def read(self, rows: Sequence[Row], note: Callable[[int], object] = lambda sample: None) -> Reading:
         reading = super().read(rows, note)
+        self.reading.release()
         return reading._replace(batch={**reading.tensors(), "bulk": np.zeros(1 << 22, dtype=np.uint8)})
 
 
 def test_a_worker_killed_half_way_through_a_message_ends_the_run() -> None:
     """A pipe holds 64 KiB, so both workers are at theirs while nobody reads; the half of it that lies in the pipe never becomes whole."""
-    began = time.monotonic()
-    steps = iter(StepLoader(Bulky(), GlobalOrder(SAMPLES, 4, seed=0), micro_batch_size=2, num_workers=2))
+    source = Bulky()
+    steps = iter(StepLoader(source, GlobalOrder(SAMPLES, 4, seed=0), micro_batch_size=2, num_workers=2))
     next(steps)
-    time.sleep(1.0)
+    while source.reading.acquire(timeout=2.0):
+        pass
     victim = multiprocessing.active_children()[0]
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(DataError, match=r"data worker \d \(process \d+\) was killed by SIGKILL while it waited for work; out of memory?"):
         list(steps)
-    assert time.monotonic() - began < 10
     assert multiprocessing.active_children() == []
 
 
@@ -104,32 +108,33 @@ def test_a_worker_that_ends_by_itself_is_told_too() -> None:
 
 
 def test_a_worker_that_never_returns_ends_the_run() -> None:
-    began = time.monotonic()
-    with pytest.raises(DataError, match=r"data worker 1 has not come back for 1 s while it read sample 3 \(numbers.json, record 3: 3.png\), of the"):
-        list(loader({3: lambda: time.sleep(600)}, patience=1.0))
-    assert time.monotonic() - began < 8
+    with pytest.raises(DataError, match=r"data worker 1 has not come back for \d s while it read sample 3 \(numbers.json, record 3: 3.png\), of the"):
+        list(loader({3: lambda: time.sleep(3600)}, patience=3.0))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_slow_sample_is_named_while_it_is_read(workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    at: list[float] = []
+    named = multiprocessing.Event()
 
-    class Clock(logging.Handler):
+    class Bell(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            at.append(time.monotonic())
+            if "sample 5 " in record.getMessage():
+                named.set()
 
-    handler = Clock()
+    def read_until_named() -> None:
+        assert named.wait(200)
+
+    handler = Bell()
     logging.getLogger("tangram.data.workers").addHandler(handler)
     try:
-        steps = iter(loader({5: lambda: time.sleep(1.5)}, num_workers=workers, slow_sample_seconds=0.4))
+        steps = iter(loader({5: read_until_named}, num_workers=workers, slow_sample_seconds=0.4))
         list(islice(steps, 2))
-        done = time.monotonic()
         steps.close()  # type: ignore[attr-defined]
     finally:
         logging.getLogger("tangram.data.workers").removeHandler(handler)
     assert caplog.text.count("sample 5 (numbers.json, record 5: 5.png) has been read for") == 1
-    assert "slow_sample_seconds is 0.4" in caplog.text and len(at) == 1 and done - at[0] > 0.4
+    assert "slow_sample_seconds is 0.4" in caplog.text
 
 
 def test_a_fault_of_our_own_keeps_its_trace() -> None:
@@ -199,8 +204,10 @@ def test_each_worker_reads_so_many_micro_batches_ahead() -> None:
         read.value = 0
         steps = iter(loader(dict.fromkeys(range(0, SAMPLES, 2), count), prefetch_factor=ahead, num_workers=1))
         next(steps)
-        time.sleep(0.7)
+        before = -1
+        while before != read.value or before < 2 + ahead:  # until it stands still
+            before = read.value
+            time.sleep(0.7)
         # Two of the step, those read ahead, and one in the hand of the thread that takes them from torch.
         assert read.value <= 2 + ahead + 2, ahead
-        assert read.value >= 2 + ahead, ahead
         steps.close()  # type: ignore[attr-defined]

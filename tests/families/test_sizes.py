@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from math import prod
 
 import pytest
@@ -12,7 +12,7 @@ from tangram.config.model import ModelConfig
 from tangram.errors import PlacementError
 from tangram.families import get_family
 from tangram.placement.blocks import canonical_shapes, place_all
-from tangram.placement.proof import distinct_elements, prove
+from tangram.placement.proof import cover_extremes, distinct_elements, prove
 from tangram.placement.table import Rule, Shape, padded_vocabulary
 from tangram.placement.topology import Topology
 from tests.families.sizes import SIZES, Size
@@ -94,10 +94,27 @@ def test_every_legal_split_is_covered_and_every_other_refused(name: str) -> None
             assert distinct_elements(placements) == ELEMENTS[name]
 
 
-def test_proof_of_the_largest_takes_at_most_five_seconds() -> None:
+def test_work_of_the_proof_grows_as_the_number_of_layers() -> None:
+    """Counted in calls of functions, at the largest tensor-parallel size: twice as many layers more are twice as many calls more."""
     size = SIZES["qwen2_5_vl-72b"]
-    model = model_of(size)
-    table, topology = table_of(size, model, 8), topologies(size, model, 8)[1]
-    start = time.process_time()
-    prove(place_all(table, topology), canonical_shapes(table, topology))
-    assert time.process_time() - start <= 5
+
+    def calls(layers: int) -> int:
+        model = get_family(size.family).from_hf_config({**size.hf, "num_hidden_layers": layers, "max_window_layers": layers})
+        table = table_of(size, model, 8)
+        topology = Topology.build(vision_layers=32, text_layers=layers, tensor=8, vit_pp_layers=[32, 0, 0, 0], llm_pp_layers=[layers // 4] * 4)
+        made = 0
+
+        def count(*_: object) -> None:
+            nonlocal made
+            made += 1
+
+        cover_extremes.cache_clear()
+        sys.setprofile(count)
+        try:
+            prove(place_all(table, topology), canonical_shapes(table, topology))
+        finally:
+            sys.setprofile(None)
+        return made
+
+    few, more, most = calls(8), calls(16), calls(32)
+    assert (most - more) < 2.2 * (more - few)

@@ -128,7 +128,6 @@ def test_a_killed_worker_ends_all_ranks_with_its_sample(trial: Trial, data: list
     assert all(outcome.codes) and "Traceback" not in outcome.output, outcome.output[-3000:]
     (line,) = outcome.errors()
     assert "was killed by SIGKILL while it read sample 17 (" in line and "data.json, record 17), of the micro-batch" in line
-    assert outcome.seconds < 100
 
 
 def test_a_run_from_a_cache_that_ranks_build_together(trial: Trial, folder: Path) -> None:

@@ -67,4 +67,3 @@ def test_the_death_of_what_tokenises_ends_all_ranks_with_one_line(trial: Trial, 
     assert all(outcome.codes) and "Traceback" not in outcome.output, outcome.output[-3000:]
     (line,) = outcome.errors()
     assert "error: a process that tokenises was killed while samples 0 to 39 were in work; out of memory? lower preprocessing_num_workers" in line
-    assert outcome.seconds < 100

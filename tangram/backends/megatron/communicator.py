@@ -19,6 +19,7 @@ from torch import Tensor
 from tangram.backends.engine import Batch
 from tangram.backends.megatron.parallel import ParallelRanks
 from tangram.config.model import ModelConfig
+from tangram.models.sequence import SequenceSplit
 from tangram.placement.topology import Topology
 
 Shape = tuple[int, ...]
@@ -29,11 +30,13 @@ def activation_shape(topology: Topology, model: ModelConfig, position: int, batc
 
     Text hidden states [s, b, h_text] once the text decoder has begun, tokens of images and videos [n_merged, 1, h_text] after the projector,
     hidden states of their patches [n_patches, 1, h_vision] inside the vision encoder. Without any the vision path carries one blank cell.
+    With sequence parallelism hidden states are each tensor-parallel rank's part of them.
     """
     chunk = topology.order[position]
+    tensor = topology.tensor if topology.sequence_parallel else 1
     if chunk.has_text:
         rows, length = batch["input_ids"].shape
-        return (length, rows, model.text_decoder.hidden_size)
+        return (SequenceSplit(length, tensor=tensor).local_length, rows, model.text_decoder.hidden_size)
     assert model.image_encoder is not None
     encoder = model.image_encoder.vision_encoder
     cell = encoder.spatial_merge_size**2
@@ -41,7 +44,7 @@ def activation_shape(topology: Topology, model: ModelConfig, position: int, batc
     patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
     if chunk.vision_last:
         return (patches // cell, 1, model.text_decoder.hidden_size)
-    return (patches, 1, encoder.hidden_size)
+    return (SequenceSplit(patches, tensor=tensor, unit=cell).local_length, 1, encoder.hidden_size)
 
 
 def forward_receives(topology: Topology, pp_rank: int, micro_batches: int) -> Iterator[tuple[int, int]]:

@@ -77,9 +77,10 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
     with console.capture() as capture:
         console.print(components)
     micro = batch // (run.training.micro_batch_size * data_size)
+    sequence = " with sequence parallelism" if topology.sequence_parallel else ""
     lines = [
         capture.get().rstrip(),
-        f"split: tensor {topology.tensor} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}",
+        f"split: tensor {topology.tensor}{sequence} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}",
         *(
             f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}):"
             f"{_show('vision', chunk.vision)}{_show('text', chunk.text)}"
