@@ -12,15 +12,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tangram.config.model import ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
-from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
-from tangram.models.regions import collect, divide, split_of
+from tangram.models.context import installed
+from tangram.models.regions import collect, collect_context, divide, split_of, spread_over_context
 from tangram.models.registry import find_component
+from tangram.models.sequence import SequenceSplit
+from tangram.models.text_plan import text_plan
 from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
 
@@ -77,6 +78,7 @@ class VLMModel(MegatronModule):
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.model, self.chunk, self.tp_group = model, chunk, groups.tp
+        self.context = installed(topology.context)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = chunk.vp_rank if topology.virtual > 1 else None
         self.pre_process = chunk.position == 0
@@ -152,7 +154,8 @@ class VLMModel(MegatronModule):
         Returns:
             The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
             supervised positions and the number of the sample that each belongs to, ``samples`` [n], and ``logits`` is None: the head runs on
-            those positions alone. Without labels, ``logits`` is [b, s, padded_vocab / TP].
+            those positions alone. Without labels, ``logits`` is [b, s, padded_vocab / TP]. Over context-parallel ranks both are whole on each,
+            and gradients lead to its own tokens alone, so that sums over ranks count each token once.
 
         Raises:
             DataError: the image or video placeholders in ``input_ids`` are not as many as the tokens of the images or videos.
@@ -165,22 +168,19 @@ class VLMModel(MegatronModule):
         if self.text_decoder is None:
             assert hidden is not None
             return hidden
-        split = split_of(input_ids.shape[1], self.config, self.tp_group)
+        split = split_of(input_ids.shape[1], self.config, self.tp_group, context=self.context)
         if self.chunk.text_first:
             merged = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, images, videos)
             hidden = divide(merged, split, self.tp_group)
-        if cu_seqlens is None:
-            plan = _text_plan(attention_mask, split.padded)
-        else:
-            assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
-            plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device, split.padded)
-        hidden = self.text_decoder(hidden, split.pad(position_ids, -1), plan)
+        plan = text_plan(split, self.context, attention_mask, cu_seqlens, cu_seqlens_padded, input_ids.device)
+        hidden = self.text_decoder(hidden, split.take_context(split.pad(position_ids, -1), -1), plan)
         if not self.chunk.text_last:
             return hidden
         hidden = collect(hidden, split, self.tp_group)
         if labels is None:
-            return {"loss_dict": {}, "logits": self.text_decoder.project(hidden[: split.length]).transpose(0, 1)}
-        return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
+            logits = collect_context(self.text_decoder.project(hidden), split, self.context)
+            return {"loss_dict": {}, "logits": logits.transpose(0, 1)}
+        return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded, split), "logits": None}
 
     def _encode_media(self, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> Tensor:
         """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
@@ -219,39 +219,21 @@ class VLMModel(MegatronModule):
             return 0
         return sum(math.prod(grid) for grid in grids) // self.model.image_encoder.vision_encoder.spatial_merge_size**2
 
-    def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None) -> dict[str, Tensor]:
+    def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None, split: SequenceSplit) -> dict[str, Tensor]:
+        """Of all supervised positions, on every context rank; the graph of each leads to its own alone."""
         rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
-        section, targets, hidden = self.model.text_decoder, labels[rows, positions + 1], hidden[positions, rows]
+        here, local = split.context_local_of(positions)
+        section, targets, hidden = self.model.text_decoder, labels[rows, positions + 1][here], hidden[local, rows[here]]
         if section.loss_chunk_size is None:
             losses = vocab_parallel_token_losses(self.text_decoder.project(hidden), targets, section.vocab_size, self.tp_group)
         else:
             losses = self.text_decoder.chunked_losses(hidden, targets, section.loss_chunk_size)
         samples = rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
-        return {"token_losses": losses, "samples": samples}
+        return {"token_losses": spread_over_context(losses, here, self.context), "samples": samples}
 
 
 def _grids(thw: Tensor | None) -> list[Grid]:
     return [(t, h, w) for t, h, w in thw.tolist()] if thw is not None else []
-
-
-def _text_plan(attention_mask: Tensor | None, size: int) -> SegmentPlan | None:
-    """Causality alone is enough unless a mask has holes: padding on the right is never seen by a real token.
-
-    ``size`` is the length with padding that was added after the end.
-    """
-    if attention_mask is None:
-        return None
-    added = size - attention_mask.shape[-1]
-    if attention_mask.dim() == 2:
-        if bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
-            return None
-        causal = torch.ones(size, size, dtype=torch.bool, device=attention_mask.device).tril()
-        seen = causal & F.pad(attention_mask.bool(), (0, added))[:, None, :]
-    else:
-        seen = F.pad(attention_mask.bool(), (0, added, 0, added))
-    # A padding token sees itself, so that no row of the softmax is empty.
-    seen = seen | torch.eye(size, dtype=torch.bool, device=seen.device)
-    return SegmentPlan(mask=seen[:, None])
 
 
 def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtype: torch.dtype, padded_vocab: int) -> VLMModel:

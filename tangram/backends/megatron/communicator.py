@@ -30,13 +30,13 @@ def activation_shape(topology: Topology, model: ModelConfig, position: int, batc
 
     Text hidden states [s, b, h_text] once the text decoder has begun, tokens of images and videos [n_merged, 1, h_text] after the projector,
     hidden states of their patches [n_patches, 1, h_vision] inside the vision encoder. Without any the vision path carries one blank cell.
-    With sequence parallelism hidden states are each tensor-parallel rank's part of them.
+    Text hidden states are each context-parallel rank's part of them, and with sequence parallelism all are each tensor-parallel rank's.
     """
     chunk = topology.order[position]
     tensor = topology.tensor if topology.sequence_parallel else 1
     if chunk.has_text:
         rows, length = batch["input_ids"].shape
-        return (SequenceSplit(length, tensor=tensor).local_length, rows, model.text_decoder.hidden_size)
+        return (SequenceSplit(length, context=topology.context, ring=topology.ring, tensor=tensor).local_length, rows, model.text_decoder.hidden_size)
     assert model.image_encoder is not None
     encoder = model.image_encoder.vision_encoder
     cell = encoder.spatial_merge_size**2
