@@ -10,7 +10,8 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
-from tangram.config.model import LayerList, ModelConfig
+from tangram.config.experts import check_experts
+from tangram.config.model import LayerList, ModelConfig, TokenDispatcher
 from tangram.config.parsing import Section, parse_section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.errors import ConfigError
@@ -38,6 +39,10 @@ class Split(Section):
     """hybrid: ranks that share the heads."""
     data: int = Field(default=1, ge=1)
     """Copies of the model; each takes its share of the micro-batches."""
+    expert: int = Field(default=1, ge=1)
+    """Of the copies, those that divide a layer's experts."""
+    dispatcher: TokenDispatcher | None = None
+    """How tokens reach their experts. None: as the model's config says."""
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage. None: all on the first."""
     llm_pp_layers: LayerList | None = None
@@ -69,6 +74,8 @@ class Split(Section):
                 "context_parallel_size": self.context,
                 "context_parallel_algo": ALGORITHMS[self.context_algo],
                 "ulysses_degree_in_cp": self.ulysses,
+                "expert_model_parallel_size": self.expert,
+                "moe_token_dispatcher_type": self.dispatcher,
                 "use_distributed_optimizer": self.distributed_optimizer,
             },
             "the split",
@@ -78,8 +85,12 @@ class Split(Section):
         """The topology, checked against the model.
 
         Raises:
-            ConfigError: as ``Topology.build``, and where a layer list disagrees with ``pipeline`` or ``virtual``.
+            ConfigError: as ``Topology.build`` and ``check_experts``, and where a layer list disagrees with ``pipeline`` or ``virtual``, or the copies
+                cannot be divided by ``expert``.
         """
+        check_experts(model, expert=self.expert, tensor=self.tensor)
+        if self.data % self.expert:
+            raise ConfigError(f"{self.data} copies of the model cannot be divided into expert-parallel groups of {self.expert}; change --dp or --ep")
         vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0
         layers = model.text_decoder.num_layers
         text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
@@ -89,6 +100,7 @@ class Split(Section):
             tensor=self.tensor,
             vit_pp_layers=self.vit_pp_layers,
             llm_pp_layers=text,
+            expert=self.expert,
             sequence_parallel=self.sequence_parallel,
             context=self.context,
             ring=self.parallel.context_parallel_ring,
@@ -105,6 +117,8 @@ class Split(Section):
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
         parts += [f"CP{self.context} {self.context_algo}"] if self.context > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
+        parts += [f"EP{self.expert}"] if self.expert > 1 else []
+        parts += [self.dispatcher] if self.dispatcher is not None else []
         parts += [f"text {self.llm_pp_layers}"] if self.llm_pp_layers is not None else []
         parts += [f"vision {self.vit_pp_layers}"] if self.vit_pp_layers is not None else []
         return " ".join(parts)

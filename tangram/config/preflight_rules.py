@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib.util import find_spec
 
 from tangram.config.context import check_context
-from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig
+from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
@@ -46,6 +46,10 @@ class Subject:
         return self.run.parallel.tensor_model_parallel_size
 
     @property
+    def expert(self) -> int:
+        return self.run.parallel.expert_model_parallel_size
+
+    @property
     def ranks_of_a_batch(self) -> int:
         """Processes that work on the same micro-batch."""
         parallel = self.run.parallel
@@ -54,8 +58,10 @@ class Subject:
     @cached_property
     def data_parallel(self) -> int | None:
         """Data-parallel size; None where the number of processes is not known or does not divide."""
-        size = self.ranks_of_a_batch
-        return None if self.world_size is None or self.world_size % size else self.world_size // size
+        if self.world_size is None:
+            return None
+        copies, rest = divmod(self.world_size, self.ranks_of_a_batch)
+        return None if rest or copies % self.expert else copies
 
     @cached_property
     def global_batch(self) -> int | None:
@@ -125,17 +131,28 @@ def vocabulary(subject: Subject) -> str:
 
 def world_size(subject: Subject) -> str:
     tensor, context, pipeline = subject.tensor, subject.run.parallel.context_parallel_size, subject.run.parallel.pipeline_model_parallel_size
-    size = subject.ranks_of_a_batch
+    unit = subject.ranks_of_a_batch * subject.expert
     if subject.world_size is None:
-        return f"a multiple of {size} processes is needed"
+        return f"a multiple of {unit} processes is needed"
+    experts = f" x expert-parallel {subject.expert}" if subject.expert > 1 else ""
     if subject.data_parallel is None:
         shared = f" x context-parallel {context}" if context > 1 else ""
         raise ConfigError(
-            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline} = {size}; "
-            f"start a multiple of {size} processes, or lower one of the sizes"
+            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline}{experts} = {unit}; "
+            f"start a multiple of {unit} processes, or lower one of the sizes"
         )
     shared = f" x CP {context}" if context > 1 else ""
-    return f"{subject.world_size} processes = TP {tensor}{shared} x PP {pipeline} x DP {subject.data_parallel}"
+    divided = f", of which {subject.expert} share the experts" if subject.expert > 1 else ""
+    return f"{subject.world_size} processes = TP {tensor}{shared} x PP {pipeline} x DP {subject.data_parallel}{divided}"
+
+
+def experts(subject: Subject) -> str:
+    """``check_experts`` has passed, or there would be no split."""
+    text = subject.text
+    if not isinstance(text, ExpertKeys):
+        return "none"
+    share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
+    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token{share if subject.expert > 1 else ''}"
 
 
 def batch(subject: Subject) -> str:
@@ -255,6 +272,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("context parallel", context_parallel),
     ("vocabulary", vocabulary),
     ("processes", world_size),
+    ("experts", experts),
     ("global batch", batch),
     ("interleaving", interleaving),
     ("sequence length", sequence),

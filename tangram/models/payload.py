@@ -35,8 +35,8 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     """Shapes of what the chunk at ``position`` hands to the next chunk for one micro-batch.
 
     First the hidden states: text [s, b, h_text] once the text decoder has begun, tokens of images and videos [n, 1, h_text] after the
-    projector, their patches [n * merge^2, 1, h_vision] inside the vision encoder. Then each pending feature, [n, h_text]. Without images and
-    videos the vision path carries one blank cell, n = 1.
+    projector, [places, 1, h_vision] inside the vision encoder, whose section says how many there are. Then each pending feature, [n, h_text].
+    Without images and videos the vision path carries a blank picture.
 
     Text hidden states are each context-parallel rank's part of them, and with sequence parallelism they and patches are each
     tensor-parallel rank's.
@@ -46,10 +46,10 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     """
     chunk, width = topology.order[position], model.text_decoder.hidden_size
     encoder = model.image_encoder.vision_encoder if model.image_encoder is not None else None
-    cell = encoder.spatial_merge_size**2 if encoder is not None else 1
-    grids = [thw for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
+    given = [thw.tolist() for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
+    grids = [(t, h, w) for thw in given for t, h, w in thw] or ([encoder.blank_grid] if encoder is not None else [])
+    tokens = sum(map(encoder.tokens, grids)) if encoder is not None else 0
     tensor = topology.tensor if topology.sequence_parallel else 1
-    patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
     hidden: Shape
     if chunk.has_text:
         input_ids = batch["input_ids"]
@@ -58,11 +58,12 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
         split = SequenceSplit(length, context=topology.context, ring=topology.ring, tensor=tensor)
         hidden = (split.local_length, rows, width)
     elif chunk.vision_last:
-        hidden = (patches // cell, 1, width)
+        hidden = (tokens, 1, width)
     else:
         assert encoder is not None
-        hidden = (SequenceSplit(patches, tensor=tensor, unit=cell).local_length, 1, encoder.hidden_size)
-    return (hidden, *[(patches // cell, width)] * pending_features(model, chunk))
+        split = SequenceSplit(sum(map(encoder.places, grids)), tensor=tensor, unit=encoder.spatial_merge_size**2)
+        hidden = (split.local_length, 1, encoder.hidden_size)
+    return (hidden, *[(tokens, width)] * pending_features(model, chunk))
 
 
 def payload_shape(shapes: Sequence[Shape]) -> Shape:

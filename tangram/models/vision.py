@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tangram.config.model import VisionEncoderConfig, VisionProjectorConfig
+from tangram.config.model import Grid, VisionEncoderConfig, VisionProjectorConfig
 from tangram.families.qwen3_vl.config import Qwen3VisionEncoderConfig
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
@@ -22,7 +22,7 @@ from tangram.models.registry import find_layer_spec
 from tangram.models.rope import vision_angles
 from tangram.models.sequence import SequenceSplit
 from tangram.models.stack import LayerStack
-from tangram.models.windows import Grid, frame_lengths, window_order
+from tangram.models.windows import frame_lengths, window_order
 
 
 class PatchProjection(nn.Conv3d):
@@ -102,6 +102,14 @@ class VisionEncoder(MegatronModule):
             hidden = divide(hidden if order is None else hidden[order], split, self.groups.tp)
         hidden, made = self.blocks(hidden, split.pad(angles if order is None else angles[order], 0), plans)
         return (hidden, *(self.restore_order(rows, grids)[:, 0] for rows in made)) if made else hidden
+
+    def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """What the projector gets: all that the last layer gives."""
+        return hidden
+
+    def idle_parameters(self) -> Iterator[nn.Parameter]:
+        """None: every parameter takes part."""
+        return iter(())
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The rows [cells, 1, h] of the projector or a merger, whole and in raster order; with sequence parallelism from each rank's part."""

@@ -13,18 +13,19 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from tangram.config.model import ImageEncoderConfig, ModelConfig
+from tangram.config.model import ExpertKeys, Grid, ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
+from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.context import installed
+from tangram.models.experts import Routing, padding_of
 from tangram.models.media import media_places, own_rows, put_rows
 from tangram.models.payload import activation_shapes, pack, unpack
 from tangram.models.regions import collect, collect_context, divide, split_of, spread_over_context
 from tangram.models.registry import find_component
 from tangram.models.sequence import SequenceSplit
 from tangram.models.text_plan import text_plan
-from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
 
 
@@ -46,18 +47,23 @@ class ImageEncoder(MegatronModule):
             self.projector = find_component(projector)(projector, options, groups)
 
     def forward(self, hidden: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
-        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]; and the
-        DeepStack features [n / merge^2, h_text] made here.
+        """Pixels or the previous stage's output -> hidden states [places, 1, h_vision] or, at the end, media tokens [n, 1, h_text]; and the
+        DeepStack features [n, h_text] made here.
 
-        With sequence parallelism hidden states are this rank's part; image tokens and features are always whole.
+        With sequence parallelism hidden states are this rank's part; media tokens and features are always whole.
         """
         answer = self.encoder(hidden, grids)
         hidden, *features = answer if isinstance(answer, tuple) else (answer,)
-        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden, features
+        if self.post_process:
+            hidden = self.encoder.restore_order(self.projector(self.encoder.features(hidden, grids)), grids)
+        return hidden, features
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
-        """Take the encoder's or the projector's parameters out of training."""
+        """Take the encoder's or the projector's parameters out of training; those that take no part are never in it."""
         _freeze(self.encoder, freeze_encoder)
+        for parameter in self.encoder.idle_parameters():
+            parameter.requires_grad_(False)
+            parameter.idle = not freeze_encoder
         if self.post_process:
             _freeze(self.projector, freeze_projector)
 
@@ -137,6 +143,7 @@ class VLMModel(MegatronModule):
         video_grid_thw: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        loss_weight: Tensor | None = None,
     ) -> dict[str, Any] | Tensor:
         """Run this chunk on one micro-batch.
 
@@ -152,6 +159,7 @@ class VLMModel(MegatronModule):
             video_grid_thw: [n_videos, 3].
             cu_seqlens: [k + 1], the real lengths of a packed row's k samples added up; None: each row is one sample.
             cu_seqlens_padded: [k + 1], where each begins and the row ends; given with ``cu_seqlens``.
+            loss_weight: scalar int64, what the micro-batch adds to the loss's denominator; needed in training where routers add to the loss.
 
         Returns:
             The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
@@ -179,7 +187,8 @@ class VLMModel(MegatronModule):
         plan = text_plan(split, self.context, attention_mask, cu_seqlens, cu_seqlens_padded, input_ids.device)
         due = len(self.chunk.text)
         added = own_rows(features[:due], places, input_ids.shape[0], split, self.tp_group)
-        hidden = self.text_decoder(hidden, split.take_context(split.pad(position_ids, -1), -1), plan, *added)
+        routing = self._routing(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
+        hidden = self.text_decoder(hidden, split.take_context(split.pad(position_ids, -1), -1), plan, *added, routing)
         if not self.chunk.text_last:
             return pack([hidden, *features[due:]])
         hidden = collect(hidden, split, self.tp_group)
@@ -187,6 +196,20 @@ class VLMModel(MegatronModule):
             logits = collect_context(self.text_decoder.project(hidden), split, self.context)
             return {"loss_dict": {}, "logits": logits.transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded, split), "logits": None}
+
+    def _routing(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_padded: Tensor | None,
+        loss_weight: Tensor | None,
+    ) -> Routing | None:
+        """What routers must know that add to the loss."""
+        text = self.model.text_decoder
+        if not isinstance(text, ExpertKeys) or not text.has_router_loss:
+            return None
+        return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
 
     def _received(self, batch: dict[str, Tensor | None]) -> tuple[Tensor | None, list[Tensor]]:
         """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""
@@ -196,14 +219,13 @@ class VLMModel(MegatronModule):
         return hidden, features
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
+        """Run the vision path on all images, then all videos; without any on a blank picture, so that collectives match over ranks and
         micro-batches. See ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
         section = self.image_encoder.section.vision_encoder
         if not grids:
-            side = section.spatial_merge_size
-            grids = [(1, side, side)]
-            pixels = [torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)]
+            grids = [section.blank_grid]
+            pixels = [torch.zeros(math.prod(section.blank_grid), section.patch_width, device=device)]
         assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
         hidden = torch.cat(pixels) if self.chunk.vision_first else hidden
         assert hidden is not None
@@ -223,7 +245,7 @@ class VLMModel(MegatronModule):
     def _tokens(self, grids: list[Grid]) -> int:
         if self.model.image_encoder is None:
             return 0
-        return sum(math.prod(grid) for grid in grids) // self.model.image_encoder.vision_encoder.spatial_merge_size**2
+        return sum(map(self.model.image_encoder.vision_encoder.tokens, grids))
 
     def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None, split: SequenceSplit) -> dict[str, Tensor]:
         """Of all supervised positions, on every context rank; the graph of each leads to its own alone."""
@@ -234,8 +256,7 @@ class VLMModel(MegatronModule):
             losses = vocab_parallel_token_losses(self.text_decoder.project(hidden), targets, section.vocab_size, self.tp_group)
         else:
             losses = self.text_decoder.chunked_losses(hidden, targets, section.loss_chunk_size)
-        samples = rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
-        return {"token_losses": spread_over_context(losses, here, self.context), "samples": samples}
+        return {"token_losses": spread_over_context(losses, here, self.context), "samples": samples_of(rows, positions, cu_seqlens_padded)}
 
 
 def _grids(thw: Tensor | None) -> list[Grid]:
@@ -248,7 +269,13 @@ def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtyp
     Needs megatron-core's parallel state.
     """
     on_cpu = not torch.cuda.is_available()
-    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, sequence_parallel=topology.sequence_parallel, on_cpu=on_cpu)
+    options = BuildOptions(
+        dtype=dtype,
+        tensor_model_parallel_size=topology.tensor,
+        sequence_parallel=topology.sequence_parallel,
+        expert_model_parallel_size=topology.expert,
+        on_cpu=on_cpu,
+    )
     config = get_model_config(model.text_decoder, options)
     config.pipeline_model_parallel_size = topology.pipeline
     config.virtual_pipeline_model_parallel_size = topology.virtual if topology.virtual > 1 else None

@@ -22,6 +22,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--virtual-pipeline-model-parallel-size": ("2", 2),
     "--context-parallel-size": ("2", 2),
     "--context-parallel-algo": ("megatron_cp_algo", "megatron_cp_algo"),
+    "--expert-model-parallel-size": ("2", 2),
+    "--moe-token-dispatcher-type": ("allgather", "allgather"),
     "--distributed-timeout-minutes": ("20", 20),
     "--distributed-backend": ("nccl", "nccl"),
     "--make-vocab-size-divisible-by": ("128", 128),

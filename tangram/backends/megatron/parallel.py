@@ -30,6 +30,7 @@ class ParallelRanks:
     """Among the ranks that share the tokens of a micro-batch; all have the same ``data_parallel_rank``."""
     data_parallel_rank: int
     data_parallel_size: int
+    expert_parallel_rank: int
     device: torch.device
     pipeline_group: dist.ProcessGroup
     """The pipeline's ranks, in order; carries activations."""
@@ -50,13 +51,19 @@ def data_parallel_size(world_size: int, topology: Topology) -> int:
             f"world size {world_size} is not divisible by tensor-parallel {topology.tensor}{context} x pipeline-parallel {topology.pipeline} = "
             f"{topology.ranks_of_a_batch}; start a multiple of {topology.ranks_of_a_batch} processes"
         )
+    if copies % topology.expert:
+        raise ConfigError(
+            f"world size {world_size} makes {copies} data-parallel ranks, which expert-parallel size {topology.expert} does not divide; start a "
+            f"multiple of {topology.model_parallel_size * topology.expert} processes"
+        )
     return copies
 
 
 def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> ParallelRanks:
     """Join the process group (of torchrun's environment, or of this process alone) and build the groups of ``topology``.
 
-    A second call replaces the groups of the first. Ranks are ordered tensor, context, data, pipeline, as Megatron does.
+    A second call replaces the groups of the first. Ranks are ordered tensor, context, data, pipeline, as Megatron does; of the
+    context-parallel and data-parallel ranks, neighbours divide the experts.
 
     Args:
         seed: of the dropout generators: equal over the tensor-parallel ranks where activations are equal, different over context-parallel and
@@ -82,6 +89,8 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         pipeline_model_parallel_size=topology.pipeline,
         context_parallel_size=topology.context,
         virtual_pipeline_model_parallel_size=topology.virtual if topology.virtual > 1 else None,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=topology.tensor,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         get_embedding_ranks=lambda ranks: embedding_ranks(topology, ranks),
         get_position_embedding_ranks=lambda ranks: embedding_ranks(topology, ranks)[:1],
@@ -98,6 +107,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         context_parallel_rank=context_group.rank(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=copies,
+        expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
         device=device,
         pipeline_group=pipeline_group,
         gradient_group=_twin(pipeline_group, topology, world_size, timeout),
