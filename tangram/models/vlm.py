@@ -187,7 +187,7 @@ class VLMModel(MegatronModule):
         plan = text_plan(split, self.context, attention_mask, cu_seqlens, cu_seqlens_padded, input_ids.device)
         due = len(self.chunk.text)
         added = own_rows(features[:due], places, input_ids.shape[0], split, self.tp_group)
-        routing = self._routing(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
+        routing = self._routing(split, input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
         hidden = self.text_decoder(hidden, split.take_context(split.pad(position_ids, -1), -1), plan, *added, routing)
         if not self.chunk.text_last:
             return pack([hidden, *features[due:]])
@@ -199,17 +199,19 @@ class VLMModel(MegatronModule):
 
     def _routing(
         self,
+        split: SequenceSplit,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         cu_seqlens_padded: Tensor | None,
         loss_weight: Tensor | None,
     ) -> Routing | None:
-        """What routers must know that add to the loss."""
+        """What routers must know that add to the loss, of this context rank's tokens."""
         text = self.model.text_decoder
         if not isinstance(text, ExpertKeys) or not text.has_router_loss:
             return None
-        return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
+        padding = padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded)
+        return Routing(split.take_context(split.pad(padding, -1, True), -1), loss_weight)
 
     def _received(self, batch: dict[str, Tensor | None]) -> tuple[Tensor | None, list[Tensor]]:
         """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""
