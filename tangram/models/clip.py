@@ -80,7 +80,7 @@ class ClipEncoder(MegatronModule):
             raise DataError(f"a picture of {wrong[0]} patches (time, height, width); this tower takes {self.section.picture_grid} alone")
         split = split_of(self.section.positions * len(grids), self.config, self.tp_group)
         if self.pre_process:
-            hidden = divide(self._embed(hidden, len(grids)), split, self.tp_group)
+            hidden = self.ln_pre(divide(self._embed(hidden, len(grids)), split, self.tp_group))
         if not self.used:
             return hidden.clone()  # A stage hands on a tensor of its own: megatron-core frees it once sent.
         padding = [split.padded - split.length] if split.padded > split.length else []
@@ -93,7 +93,7 @@ class ClipEncoder(MegatronModule):
         if self.section.add_class_token:
             embedded = torch.cat([self.class_token.expand(pictures, 1, -1), embedded], dim=1)
         positions = self.position_embeddings(torch.arange(self.section.positions, device=pixels.device))
-        return self.ln_pre((embedded + positions).flatten(0, 1)[:, None])
+        return (embedded + positions).flatten(0, 1)[:, None]
 
     def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
         """What the projector gets: the patches without the class tokens."""
