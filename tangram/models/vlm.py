@@ -180,7 +180,9 @@ class VLMModel(MegatronModule):
             assert hidden is not None
             return pack([hidden, *features])
         split = split_of(input_ids.shape[1], self.config, self.tp_group, context=self.context)
-        places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
+        places = None
+        if self.chunk.text_first or features:
+            places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
         if self.chunk.text_first:
             merged = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, places, images, videos)
             hidden = divide(merged, split, self.tp_group)
@@ -233,7 +235,9 @@ class VLMModel(MegatronModule):
         assert hidden is not None
         return self.image_encoder(hidden, grids)
 
-    def _merge(self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, places: Tensor, images: list[Grid], videos: list[Grid]) -> Tensor:
+    def _merge(
+        self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, places: Tensor | None, images: list[Grid], videos: list[Grid]
+    ) -> Tensor:
         """Put the tokens of all images, then all videos [n, 1, h] where their placeholders stand in the text embeddings [s, b, h]."""
         for kind, token, grids in (("image", self.model.img_context_token_id, images), ("video", self.model.video_token_id, videos)):
             wanted, given = int((input_ids == (-1 if token is None else token)).sum()), self._tokens(grids)
@@ -242,7 +246,7 @@ class VLMModel(MegatronModule):
                     f"the micro-batch has {wanted} {kind} placeholder tokens but its {kind}s give {given}; "
                     f"the text and the {kind}s do not belong together"
                 )
-        return embeddings if media is None else put_rows(embeddings, places, media[:, 0])
+        return embeddings if media is None or places is None else put_rows(embeddings, places, media[:, 0])
 
     def _tokens(self, grids: list[Grid]) -> int:
         if self.model.image_encoder is None:
