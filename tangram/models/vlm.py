@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.context import installed
 from tangram.models.experts import Routing, padding_of
 from tangram.models.media import media_places, own_rows, put_rows
+from tangram.models.media_share import MediaShare
 from tangram.models.payload import activation_shapes, pack, unpack
 from tangram.models.regions import collect, collect_context, divide, split_of, spread_over_context
 from tangram.models.registry import find_component
@@ -223,17 +223,15 @@ class VLMModel(MegatronModule):
         return hidden, features
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision path on all images, then all videos; without any on a blank picture, so that collectives match over ranks and
-        micro-batches. See ``ImageEncoder.forward``."""
+        """Run the vision path on all images, then all videos, of which context ranks have some each; see ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
-        section = self.image_encoder.section.vision_encoder
-        if not grids:
-            grids = [section.blank_grid]
-            pixels = [torch.zeros(math.prod(section.blank_grid), section.patch_width, device=device)]
-        assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
-        hidden = torch.cat(pixels) if self.chunk.vision_first else hidden
+        share = MediaShare(self.image_encoder.section.vision_encoder, grids, self.context)
+        if self.chunk.vision_first:
+            assert pixels or not grids, f"grids of {len(grids)} images and videos without their pixels"
+            hidden = share.own_pixels(pixels, device)
         assert hidden is not None
-        return self.image_encoder(hidden, grids)
+        hidden, features = self.image_encoder(hidden, share.own_grids)
+        return share.collect(hidden) if self.chunk.vision_last else hidden, [share.collect(rows) for rows in features]
 
     def _merge(
         self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, places: Tensor | None, images: list[Grid], videos: list[Grid]

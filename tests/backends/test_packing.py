@@ -33,6 +33,8 @@ SPLITS = {
     "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
     "vision over both stages": Split(tensor=2, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
     "copies": Split(data=4),
+    "two ranks that share heads, in copies": Split(context=2, data=2),
+    "rings of two ranks that share heads": Split(context=4, context_algo="hybrid", ulysses=2),
 }
 Grid = tuple[int, int, int]
 MICRO_BATCHES: list[list[list[int | Grid]]] = [

@@ -24,6 +24,7 @@ SAVED = {
 RESUMED = {
     "one process": (split(), 1),
     "tensor": (split(2), 2),
+    "context": (split(1, context_parallel_size=2, **ZERO), 2),
     "virtual stages": (split(1, [[2, 2], [0, 0]], [[0, 0], [2, 2]]), 2),
 }
 NINE = [f"training.train_iters={END}", "training.lr_decay_style=cosine", f"training.save_interval={STOP}"]

@@ -23,6 +23,7 @@ SPLITS = {
     "two copies": ([], 2),
     "two copies, distributed optimizer": (split(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True), 2),
     "tensor, two copies, distributed optimizer": (split(2, use_distributed_optimizer=True), 4),
+    "ring, distributed optimizer": (split(context_parallel_size=2, context_parallel_algo="megatron_cp_algo", use_distributed_optimizer=True), 2),
 }
 TIED = ["tensor", "tensor and pipeline", "virtual stages", "two copies, distributed optimizer"]
 """Splits that tie embeddings and draw random weights, each in another way: on one stage, on two, on two of several chunks, in copies."""
