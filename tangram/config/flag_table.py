@@ -61,7 +61,15 @@ WORKS: dict[str, Works] = {
     "--virtual-pipeline-model-parallel-size": Works(
         "parallel.virtual_pipeline_model_parallel_size", int, says="rows of pipeline_num_layers in model.json"
     ),
-    "--context-parallel-size": Works("parallel.context_parallel_size", int, says="only 1 yet"),
+    "--context-parallel-size": Works("parallel.context_parallel_size", int, says="ranks that share the tokens of a micro-batch"),
+    "--context-parallel-algo": Works(
+        "parallel.context_parallel_algo", says="ulysses_cp_algo (MindSpeed's default), megatron_cp_algo (ring) or hybrid_cp_algo"
+    ),
+    "--ulysses-degree-in-cp": Works("parallel.ulysses_degree_in_cp", int, says="hybrid_cp_algo: ranks that share the heads"),
+    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data-parallel ranks over which experts are divided"),
+    "--moe-token-dispatcher-type": Works(
+        "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
+    ),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),
     "--overlap-grad-reduce": Works("parallel.overlap_grad_reduce", const=True),
     "--overlap-param-gather": Works("parallel.overlap_param_gather", const=True),
@@ -151,8 +159,6 @@ _LATER = "not supported yet; remove it"
 _NPU = "a setting of one device's kernels; remove it"
 
 REFUSED: dict[str, Refused] = {
-    "--context-parallel-algo": Refused("context parallelism is not supported yet; remove it"),
-    "--expert-model-parallel-size": Refused(_LATER),
     "--num-layers-per-virtual-pipeline-stage": Refused(
         "give pipeline_num_layers in model.json one row per virtual stage, and --virtual-pipeline-model-parallel-size"
     ),

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tangram.align.reference import forward_arguments, load_reference
 from tangram.backends.fsdp2.engine import Fsdp2Engine
-from tangram.backends.fsdp2.exchange import exchange, gather, sum_parts
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.platform.exchange import exchange, gather, sum_parts
 from tests.fsdp2.kit import engine_of, read, write_run
 from tests.fsdp2.media import Rows, dealt
 from tests.fsdp2.truth import truth, whole_gradients
@@ -48,6 +48,15 @@ def compare(models: Mapping[str, Path], folder: Path, cases: Mapping[str, Case])
         worst gradient, norm-wise.
     """
     return {name: _compare(models[case.family], folder / name, case) for name, case in cases.items()}
+
+
+def check(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hold what ``compare`` gave against what rounding allows."""
+    for name, case in found.items():
+        assert case["loss"] < 1e-6, name
+        assert case["evaluated"] < 1e-6, name
+        assert case["norm"] < 1e-6, name
+        assert case["gradients"] < 1e-5, name
 
 
 def _compare(hf: Path, folder: Path, case: Case) -> dict[str, Any]:
