@@ -61,7 +61,7 @@ def run_killed(action: Callable[[], None], seconds: float | None = None) -> int:
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child.pid or 0, signal.SIGKILL)
-    child.join(60)
+    child.join(200)
     if child.exitcode is None:
         child.kill()  # the interpreter would wait for it at its end
         pytest.fail("the forked process hangs; a process group of this process that it inherited would do that")
