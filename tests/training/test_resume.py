@@ -97,7 +97,7 @@ def test_the_same_split_goes_on_bit_by_bit_dropout_included(overrides: list[str]
     ours, theirs = (stored(folder / part / "ckpt" / "iter_0000004") for part in ("rest", "whole"))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     if ranks == 1:
-        still = train(folder / "still", trial, ["training.train_iters=2"])
+        still = train(folder / "still", trial, ["training.train_iters=3", "training.exit_interval=1"])
         assert still[0]["loss"] != whole[0]["loss"], "dropout did something"
         other = train(folder / "other", trial, [*resume, "training.no_load_rng=true"])
         assert other[0]["loss"] != whole[2]["loss"], "and the state of its generator is what makes the runs equal"
