@@ -28,11 +28,13 @@ def media_places(input_ids: Tensor, kinds: Sequence[int | None]) -> Tensor:
     return torch.cat(places)
 
 
-def own_rows(features: Sequence[Tensor], places: Tensor | None, batch: int, split: SequenceSplit, tp_group: ProcessGroup) -> tuple[list[Tensor], Tensor | None]:
+def own_rows(
+    features: Sequence[Tensor], places: Tensor | None, batch: int, split: SequenceSplit, tp_group: ProcessGroup
+) -> tuple[list[Tensor], Tensor | None]:
     """Of each feature [n, h] the rows that stand among this rank's tokens, and where they stand there.
 
     Args:
-        places: [n], in the whole hidden states [s, batch, h].
+        places: [n], in the whole hidden states [s, batch, h]; None: there are no features.
     """
     if places is None or split.context == split.tensor == 1:
         return list(features), places
