@@ -10,7 +10,8 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
-from tangram.config.model import LayerList, ModelConfig
+from tangram.config.experts import check_experts
+from tangram.config.model import LayerList, ModelConfig, TokenDispatcher
 from tangram.config.parsing import Section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.errors import ConfigError
@@ -29,6 +30,10 @@ class Split(Section):
     virtual: int = Field(default=1, ge=1)
     data: int = Field(default=1, ge=1)
     """Copies of the model; each takes its share of the micro-batches."""
+    expert: int = Field(default=1, ge=1)
+    """Of the copies, those that divide a layer's experts."""
+    dispatcher: TokenDispatcher | None = None
+    """How tokens reach their experts. None: as the model's config says."""
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage. None: all on the first."""
     llm_pp_layers: LayerList | None = None
@@ -47,12 +52,17 @@ class Split(Section):
         """The topology, checked against the model.
 
         Raises:
-            ConfigError: as ``Topology.build``, and where a layer list disagrees with ``pipeline`` or ``virtual``.
+            ConfigError: as ``Topology.build`` and ``check_experts``, and where a layer list disagrees with ``pipeline`` or ``virtual``, or the copies
+                cannot be divided by ``expert``.
         """
+        check_experts(model, expert=self.expert, tensor=self.tensor)
+        if self.data % self.expert:
+            raise ConfigError(f"{self.data} copies of the model cannot be divided into expert-parallel groups of {self.expert}; change --dp or --ep")
         vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0
         layers = model.text_decoder.num_layers
         text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
-        topology = Topology.build(vision_layers=vision, text_layers=layers, tensor=self.tensor, vit_pp_layers=self.vit_pp_layers, llm_pp_layers=text)
+        sizes = {"vision_layers": vision, "text_layers": layers, "tensor": self.tensor, "expert": self.expert}
+        topology = Topology.build(**sizes, vit_pp_layers=self.vit_pp_layers, llm_pp_layers=text)
         if (topology.virtual, topology.pipeline) != (self.virtual, self.pipeline):
             raise ConfigError(
                 f"llm_pp_layers {text} describes {topology.pipeline} pipeline ranks with {topology.virtual} virtual stages, but "
@@ -64,6 +74,8 @@ class Split(Section):
         parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
+        parts += [f"EP{self.expert}"] if self.expert > 1 else []
+        parts += [self.dispatcher] if self.dispatcher is not None else []
         parts += [f"text {self.llm_pp_layers}"] if self.llm_pp_layers is not None else []
         parts += [f"vision {self.vit_pp_layers}"] if self.vit_pp_layers is not None else []
         return " ".join(parts)
@@ -149,6 +161,8 @@ class Task(Section):
                 virtual_pipeline_model_parallel_size=split.virtual if split.virtual > 1 else None,
                 vit_pp_layers=[list(row) for row in topology.vision],
                 llm_pp_layers=[list(row) for row in topology.text],
+                expert_model_parallel_size=split.expert,
+                moe_token_dispatcher_type=split.dispatcher,
                 use_distributed_optimizer=split.distributed_optimizer,
             ),
             training=TrainingConfig(

@@ -61,6 +61,10 @@ WORKS: dict[str, Works] = {
         "parallel.virtual_pipeline_model_parallel_size", int, says="rows of pipeline_num_layers in model.json"
     ),
     "--context-parallel-size": Works("parallel.context_parallel_size", int, says="only 1 yet"),
+    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data-parallel ranks over which experts are divided"),
+    "--moe-token-dispatcher-type": Works(
+        "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
+    ),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),
     "--overlap-grad-reduce": Works("parallel.overlap_grad_reduce", const=True),
     "--overlap-param-gather": Works("parallel.overlap_param_gather", const=True),
@@ -151,7 +155,6 @@ _NPU = "a setting of one device's kernels; remove it"
 REFUSED: dict[str, Refused] = {
     "--context-parallel-algo": Refused("context parallelism is not supported yet; remove it"),
     "--sequence-parallel": Refused(_LATER),
-    "--expert-model-parallel-size": Refused(_LATER),
     "--num-layers-per-virtual-pipeline-stage": Refused(
         "give pipeline_num_layers in model.json one row per virtual stage, and --virtual-pipeline-model-parallel-size"
     ),

@@ -6,6 +6,7 @@ Key names are those of MindSpeed-MM's model.json. A key is here only if it has a
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +17,9 @@ from tangram.placement.topology import layer_grid
 
 Activation = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
+Grid = tuple[int, int, int]
+"""(t, h, w) of an image or video, in patches."""
+TokenDispatcher = Literal["alltoall", "allgather"]
 
 
 def _layer_list(value: Any) -> Any:
@@ -92,6 +96,35 @@ class VisionEncoderConfig(RecomputeKeys):
     def deepstack_layers(self) -> list[int]:
         """Global 0-based indexes of the blocks whose output a merger of their own brings to text layers 0, 1, ...; rising."""
         return []
+    # What data, pipeline and model ask of an encoder; a section of a family's own answers otherwise where its encoder does.
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of one patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def picture_grid(self) -> Grid | None:
+        """The grid of every picture, where the encoder takes one size; None: it takes many."""
+        return None
+
+    @property
+    def blank_grid(self) -> Grid:
+        """The grid of the picture that stands in where a micro-batch has none."""
+        return self.picture_grid or (1, self.spatial_merge_size, self.spatial_merge_size)
+
+    @property
+    def used_layers(self) -> int:
+        """Layers that the encoder's output needs; those after them are kept, but take no part."""
+        return self.num_layers
+
+    def places(self, grid: Grid) -> int:
+        """Hidden states that the encoder makes of an image or video: one per patch, and those that belong to none."""
+        return prod(grid)
+
+    def tokens(self, grid: Grid) -> int:
+        """Tokens that an image or video becomes in the text."""
+        return prod(grid) // self.spatial_merge_size**2
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> VisionEncoderConfig:
@@ -209,6 +242,35 @@ class TextDecoderConfig(RecomputeKeys):
         if self.mrope_section is not None and (len(self.mrope_section) != 3 or 2 * sum(self.mrope_section) != self.head_dim):
             raise ValueError(f"mrope_section {self.mrope_section} must hold 3 numbers that sum to half of head_dim {self.head_dim}")
         return self
+
+
+class ExpertKeys(Section):
+    """What a text decoder with experts in every layer has beyond others; names and meaning as in Megatron."""
+
+    num_moe_experts: int = Field(ge=1)
+    moe_router_topk: int = Field(ge=1)
+    """Experts that a token goes to."""
+    moe_intermediate_size: int = Field(ge=1)
+    """Width of one expert."""
+    norm_topk_prob: bool = True
+    """The weights of the experts that a token goes to sum to one."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of each layer's load-balancing loss; 0: none. See docs/experts.md for how it differs from router_aux_loss_coef."""
+    moe_z_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of each layer's mean squared log-sum-exp of router logits; 0: none."""
+    moe_token_dispatcher_type: TokenDispatcher = "alltoall"
+    """How tokens reach the ranks that hold their experts; ``parallel.moe_token_dispatcher_type`` overrides it."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> ExpertKeys:
+        if self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(f"moe_router_topk {self.moe_router_topk} is more than num_moe_experts {self.num_moe_experts}")
+        return self
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.moe_aux_loss_coeff > 0 or self.moe_z_loss_coeff > 0
 
 
 class ModelConfig(Section):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 
-from tangram.config.model import ModelConfig, TextDecoderConfig, VisionEncoderConfig
+from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
@@ -44,11 +44,17 @@ class Subject:
     def tensor(self) -> int:
         return self.run.parallel.tensor_model_parallel_size
 
+    @property
+    def expert(self) -> int:
+        return self.run.parallel.expert_model_parallel_size
+
     @cached_property
     def data_parallel(self) -> int | None:
         """Data-parallel size; None where the number of processes is not known or does not divide."""
-        size = self.tensor * self.run.parallel.pipeline_model_parallel_size
-        return None if self.world_size is None or self.world_size % size else self.world_size // size
+        if self.world_size is None:
+            return None
+        copies, rest = divmod(self.world_size, self.tensor * self.run.parallel.pipeline_model_parallel_size)
+        return None if rest or copies % self.expert else copies
 
     @cached_property
     def global_batch(self) -> int | None:
@@ -113,14 +119,26 @@ def vocabulary(subject: Subject) -> str:
 
 def world_size(subject: Subject) -> str:
     tensor, pipeline = subject.tensor, subject.run.parallel.pipeline_model_parallel_size
+    unit = tensor * pipeline * subject.expert
     if subject.world_size is None:
-        return f"a multiple of {tensor * pipeline} processes is needed"
+        return f"a multiple of {unit} processes is needed"
+    experts = f" x expert-parallel {subject.expert}" if subject.expert > 1 else ""
     if subject.data_parallel is None:
         raise ConfigError(
-            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor} x pipeline-parallel {pipeline} = {tensor * pipeline}; "
-            f"start a multiple of {tensor * pipeline} processes, or lower one of the sizes"
+            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor} x pipeline-parallel {pipeline}{experts} = {unit}; "
+            f"start a multiple of {unit} processes, or lower one of the sizes"
         )
-    return f"{subject.world_size} processes = TP {tensor} x PP {pipeline} x DP {subject.data_parallel}"
+    shared = f", of which {subject.expert} share the experts" if subject.expert > 1 else ""
+    return f"{subject.world_size} processes = TP {tensor} x PP {pipeline} x DP {subject.data_parallel}{shared}"
+
+
+def experts(subject: Subject) -> str:
+    """``check_experts`` has passed, or there would be no split."""
+    text = subject.text
+    if not isinstance(text, ExpertKeys):
+        return "none"
+    share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
+    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token{share if subject.expert > 1 else ''}"
 
 
 def batch(subject: Subject) -> str:
@@ -239,6 +257,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("tensor parallel", tensor_parallel),
     ("vocabulary", vocabulary),
     ("processes", world_size),
+    ("experts", experts),
     ("global batch", batch),
     ("interleaving", interleaving),
     ("sequence length", sequence),

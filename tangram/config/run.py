@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tangram.config.data import DataConfig
+from tangram.config.experts import check_experts
 from tangram.config.fsdp2 import Fsdp2Config
-from tangram.config.model import LayerList, ModelConfig, RecomputeKeys
+from tangram.config.model import ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
 from tangram.errors import ConfigError
@@ -26,6 +27,10 @@ class ParallelConfig(Section):
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
     llm_pp_layers: LayerList | None = None
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks over which the experts of a layer are divided; they are data-parallel ranks for all else."""
+    moe_token_dispatcher_type: TokenDispatcher | None = None
+    """None: what model.json says."""
     use_distributed_optimizer: bool = False
     """ZeRO-1: optimizer state sharded over data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -241,7 +246,8 @@ class RunConfig(Section):
         """The split that ``parallel`` and the model's ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build``; the lists given in two places differ; or they do not have the pipeline sizes of ``parallel``.
+            ConfigError: as ``Topology.build`` and ``check_experts``; the lists given in two places differ; or they do not have the pipeline sizes of
+                ``parallel``.
         """
         encoder = self.described.image_encoder
         vision = encoder.vision_encoder if encoder else None
@@ -257,19 +263,31 @@ class RunConfig(Section):
         for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
             if layers is not None:
                 _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
+        check_experts(self.described, expert=self.parallel.expert_model_parallel_size, tensor=self.parallel.tensor_model_parallel_size)
         return Topology.build(
             vision_layers=vision.num_layers if vision else 0,
             text_layers=text.num_layers,
             tensor=self.parallel.tensor_model_parallel_size,
             vit_pp_layers=self.vit_layers,
             llm_pp_layers=self.llm_layers,
+            expert=self.parallel.expert_model_parallel_size,
         )
 
+    def _experts(self, model: ModelConfig) -> dict[str, object]:
+        """What ``parallel`` sets of the text decoder's experts."""
+        dispatcher = self.parallel.moe_token_dispatcher_type
+        if dispatcher is None:
+            return {}
+        if not isinstance(model.text_decoder, ExpertKeys):
+            raise ConfigError(f"parallel.moe_token_dispatcher_type {dispatcher}: the model {model.model_id} has no experts; leave it out")
+        return {"moe_token_dispatcher_type": dispatcher}
+
     def assembled_model(self) -> ModelConfig:
-        """The model config with what ``features`` sets put into its components.
+        """The model config with what ``features`` sets put into its components, and ``parallel`` into its experts.
 
         Raises:
-            ConfigError: ``features`` freezes a component that the model has not.
+            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets a dispatcher for experts that it has
+                not.
         """
         features, model = self.features, self.described
         recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
@@ -280,7 +298,8 @@ class RunConfig(Section):
         loss: dict[str, object] = {}
         if features.enable_chunk_loss is not None:
             loss["loss_chunk_size"] = (features.chunk_size or 1024) if features.enable_chunk_loss else None
-        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, {**recompute, **loss})}
+        extra = {**recompute, **loss, **self._experts(model)}
+        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, extra)}
         if model.image_encoder is not None:
             parts = {
                 "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, recompute),

@@ -13,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from tangram.models.attention import SegmentPlan
+from tangram.models.experts import Routing
 from tangram.models.media import add_rows
 
 
@@ -34,26 +35,33 @@ class LayerStack(MegatronModule):
         self.layers[number - self.numbers.start].deepstack_layer = merger
 
     def forward(
-        self, hidden: Tensor, angles: Tensor, plans: Sequence[SegmentPlan | None], features: Sequence[Tensor] = (), places: Tensor | None = None
+        self,
+        hidden: Tensor,
+        angles: Tensor | None,
+        plans: Sequence[SegmentPlan | None],
+        features: Sequence[Tensor] = (),
+        places: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers.
 
         Args:
             hidden: [s, b, h].
-            angles: [s, b, 1, head_dim], rotary angles.
-            plans: one per layer of this stack.
+            angles: [s, b, 1, head_dim], rotary angles; None: positions are in the hidden states already.
+            plans: one for each of the stack's first layers; those after them take no part.
             features: what is added after the first layers of this stack, one [n, h] for each.
             places: [n], where; see ``add_rows``.
+            routing: what experts must know of the micro-batch.
 
         Returns:
             Hidden states [s, b, h], and what the mergers gave, in the order of their layers.
         """
 
         def run(first: int, last: int) -> Callable[..., tuple[Tensor, ...]]:
-            def forward(hidden: Tensor, angles: Tensor, *features: Tensor) -> tuple[Tensor, ...]:
+            def forward(hidden: Tensor, angles: Tensor | None, *features: Tensor) -> tuple[Tensor, ...]:
                 made = []
                 for layer, plan, rows in zip_longest(self.layers[first:last], plans[first:last], features):
-                    hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan)
+                    hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan, padding_mask=routing)
                     merger = getattr(layer, "deepstack_layer", None)
                     if merger is not None:
                         made.append(merger(hidden))
@@ -65,7 +73,7 @@ class LayerStack(MegatronModule):
             return forward
 
         made: list[Tensor] = []
-        for first, last, recompute in self._runs():
+        for first, last, recompute in self._runs(len(plans)):
             arguments = (hidden, angles, *features[first:last])
             if recompute:
                 hidden, *more = tensor_parallel.checkpoint(run(first, last), False, *arguments)
@@ -74,9 +82,9 @@ class LayerStack(MegatronModule):
             made += more
         return hidden, made
 
-    def _runs(self) -> Iterator[tuple[int, int, bool]]:
-        """First and last layer (local, exclusive) of what runs at once, and whether its activations are computed again."""
-        count, step = len(self.layers), self.config.recompute_num_layers
+    def _runs(self, count: int) -> Iterator[tuple[int, int, bool]]:
+        """Of the first ``count`` layers: first and last (local, exclusive) of what runs at once, and whether its activations are computed again."""
+        step = self.config.recompute_num_layers
         if self.config.recompute_granularity != "full" or not self.training:
             yield 0, count, False
         elif self.config.recompute_method == "uniform":

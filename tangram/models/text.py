@@ -16,6 +16,7 @@ from tangram.families.qwen3_vl.config import Qwen3TextDecoderConfig
 from tangram.losses.chunk import chunked_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.experts import Routing
 from tangram.models.norms import NORMS
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import text_angles
@@ -97,14 +98,16 @@ class TextDecoder(MegatronModule):
         plan: SegmentPlan | None,
         features: Sequence[Tensor] = (),
         places: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h].
 
         Args:
             features: DeepStack features [n, h], added after the first layers here, one for each.
             places: [n], where they are added; see ``tangram.models.media``.
+            routing: what experts must know of the micro-batch.
         """
-        hidden, _ = self.decoder(hidden, self.angles(position_ids), [plan] * len(self.decoder.numbers), features, places)
+        hidden, _ = self.decoder(hidden, self.angles(position_ids), [plan] * len(self.decoder.numbers), features, places, routing)
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def chunked_losses(self, hidden: Tensor, targets: Tensor, chunk_size: int) -> Tensor:

@@ -13,15 +13,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from tangram.config.model import ImageEncoderConfig, ModelConfig
+from tangram.config.model import ExpertKeys, Grid, ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
+from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.experts import Routing, padding_of
 from tangram.models.media import media_places, put_rows
 from tangram.models.payload import activation_shapes, pack, unpack
 from tangram.models.registry import find_component
-from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
 
 
@@ -43,15 +44,20 @@ class ImageEncoder(MegatronModule):
             self.projector = find_component(projector)(projector, options, groups)
 
     def forward(self, hidden: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
-        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]; and the
-        DeepStack features [n / merge^2, h_text] made here."""
+        """Pixels or the previous stage's output -> hidden states [places, 1, h_vision] or, at the end, media tokens [n, 1, h_text]; and the
+        DeepStack features [n, h_text] made here."""
         answer = self.encoder(hidden, grids)
         hidden, *features = answer if isinstance(answer, tuple) else (answer,)
-        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden, features
+        if self.post_process:
+            hidden = self.encoder.restore_order(self.projector(self.encoder.features(hidden, grids)), grids)
+        return hidden, features
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
-        """Take the encoder's or the projector's parameters out of training."""
+        """Take the encoder's or the projector's parameters out of training; those that take no part are never in it."""
         _freeze(self.encoder, freeze_encoder)
+        for parameter in self.encoder.idle_parameters():
+            parameter.requires_grad_(False)
+            parameter.idle = not freeze_encoder
         if self.post_process:
             _freeze(self.projector, freeze_projector)
 
@@ -130,6 +136,7 @@ class VLMModel(MegatronModule):
         video_grid_thw: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        loss_weight: Tensor | None = None,
     ) -> dict[str, Any] | Tensor:
         """Run this chunk on one micro-batch.
 
@@ -145,6 +152,7 @@ class VLMModel(MegatronModule):
             video_grid_thw: [n_videos, 3].
             cu_seqlens: [k + 1], the real lengths of a packed row's k samples added up; None: each row is one sample.
             cu_seqlens_padded: [k + 1], where each begins and the row ends; given with ``cu_seqlens``.
+            loss_weight: scalar int64, what the micro-batch adds to the loss's denominator; needed in training where routers add to the loss.
 
         Returns:
             The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
@@ -172,12 +180,27 @@ class VLMModel(MegatronModule):
             assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
             plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
         due = len(self.chunk.text)
-        hidden = self.text_decoder(hidden, position_ids, plan, features[:due], places)
+        routing = self._routing(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
+        hidden = self.text_decoder(hidden, position_ids, plan, features[:due], places, routing)
         if not self.chunk.text_last:
             return pack([hidden, *features[due:]])
         if labels is None:
             return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
+
+    def _routing(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_padded: Tensor | None,
+        loss_weight: Tensor | None,
+    ) -> Routing | None:
+        """What routers must know that add to the loss."""
+        text = self.model.text_decoder
+        if not isinstance(text, ExpertKeys) or not text.has_router_loss:
+            return None
+        return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
 
     def _received(self, batch: dict[str, Tensor | None]) -> tuple[Tensor | None, list[Tensor]]:
         """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""
@@ -187,14 +210,13 @@ class VLMModel(MegatronModule):
         return hidden, features
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
+        """Run the vision path on all images, then all videos; without any on a blank picture, so that collectives match over ranks and
         micro-batches. See ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
         section = self.image_encoder.section.vision_encoder
         if not grids:
-            side = section.spatial_merge_size
-            grids = [(1, side, side)]
-            pixels = [torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)]
+            grids = [section.blank_grid]
+            pixels = [torch.zeros(math.prod(section.blank_grid), section.patch_width, device=device)]
         assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
         hidden = torch.cat(pixels) if self.chunk.vision_first else hidden
         assert hidden is not None
@@ -214,7 +236,7 @@ class VLMModel(MegatronModule):
     def _tokens(self, grids: list[Grid]) -> int:
         if self.model.image_encoder is None:
             return 0
-        return sum(math.prod(grid) for grid in grids) // self.model.image_encoder.vision_encoder.spatial_merge_size**2
+        return sum(map(self.model.image_encoder.vision_encoder.tokens, grids))
 
     def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None) -> dict[str, Tensor]:
         rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
@@ -223,8 +245,7 @@ class VLMModel(MegatronModule):
             losses = vocab_parallel_token_losses(self.text_decoder.project(hidden), targets, section.vocab_size, self.tp_group)
         else:
             losses = self.text_decoder.chunked_losses(hidden, targets, section.loss_chunk_size)
-        samples = rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
-        return {"token_losses": losses, "samples": samples}
+        return {"token_losses": losses, "samples": samples_of(rows, positions, cu_seqlens_padded)}
 
 
 def _grids(thw: Tensor | None) -> list[Grid]:
@@ -254,7 +275,9 @@ def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtyp
     Needs megatron-core's parallel state.
     """
     on_cpu = not torch.cuda.is_available()
-    options = BuildOptions(dtype=dtype, tensor_model_parallel_size=topology.tensor, on_cpu=on_cpu)
+    options = BuildOptions(
+        dtype=dtype, tensor_model_parallel_size=topology.tensor, expert_model_parallel_size=topology.expert, on_cpu=on_cpu
+    )
     config = get_model_config(model.text_decoder, options)
     config.pipeline_model_parallel_size = topology.pipeline
     config.virtual_pipeline_model_parallel_size = topology.virtual if topology.virtual > 1 else None

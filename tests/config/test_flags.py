@@ -21,6 +21,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--pipeline-model-parallel-size": ("2", 2),
     "--virtual-pipeline-model-parallel-size": ("2", 2),
     "--context-parallel-size": ("1", 1),
+    "--expert-model-parallel-size": ("2", 2),
+    "--moe-token-dispatcher-type": ("allgather", "allgather"),
     "--distributed-timeout-minutes": ("20", 20),
     "--distributed-backend": ("nccl", "nccl"),
     "--make-vocab-size-divisible-by": ("128", 128),

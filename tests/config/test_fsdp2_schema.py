@@ -259,7 +259,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(overrides=st.lists(st.tuples(st.sampled_from(KEYS), st.one_of(WORDS, st.text(max_size=8))), min_size=1, max_size=2))
 def test_any_value_anywhere_gives_a_run_or_one_line(overrides: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any" / "run.yaml"

@@ -27,6 +27,7 @@ class ParallelRanks:
     pipeline_parallel_rank: int
     data_parallel_rank: int
     data_parallel_size: int
+    expert_parallel_rank: int
     device: torch.device
     pipeline_group: dist.ProcessGroup
     """The pipeline's ranks, in order; carries activations."""
@@ -46,13 +47,19 @@ def data_parallel_size(world_size: int, topology: Topology) -> int:
             f"world size {world_size} is not divisible by tensor-parallel {topology.tensor} x pipeline-parallel {topology.pipeline} = "
             f"{topology.model_parallel_size}; start a multiple of {topology.model_parallel_size} processes"
         )
+    if copies % topology.expert:
+        raise ConfigError(
+            f"world size {world_size} makes {copies} data-parallel ranks, which expert-parallel size {topology.expert} does not divide; start a "
+            f"multiple of {topology.model_parallel_size * topology.expert} processes"
+        )
     return copies
 
 
 def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> ParallelRanks:
     """Join the process group (of torchrun's environment, or of this process alone) and build the groups of ``topology``.
 
-    A second call replaces the groups of the first. Ranks are ordered tensor, data, pipeline, as Megatron does.
+    A second call replaces the groups of the first. Ranks are ordered tensor, data, pipeline, as Megatron does; of the
+    data-parallel ranks, neighbours divide the experts.
 
     Args:
         seed: of the dropout generators: equal over the tensor-parallel ranks where activations are equal, different over data-parallel
@@ -77,6 +84,8 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
         virtual_pipeline_model_parallel_size=topology.virtual if topology.virtual > 1 else None,
+        expert_model_parallel_size=topology.expert,
+        expert_tensor_parallel_size=topology.tensor,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         get_embedding_ranks=lambda ranks: embedding_ranks(topology, ranks),
         get_position_embedding_ranks=lambda ranks: embedding_ranks(topology, ranks)[:1],
@@ -90,6 +99,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         pipeline_parallel_rank=parallel_state.get_pipeline_model_parallel_rank(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=copies,
+        expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
         device=device,
         pipeline_group=pipeline_group,
         gradient_group=_twin(pipeline_group, topology, world_size, timeout),
