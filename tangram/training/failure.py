@@ -20,7 +20,7 @@ LEAVE_SECONDS = GRACE_SECONDS + 0.5
 """From a failure to the exit of the other ranks: the failed one prints its line meanwhile, and stays until they have gone, since a closed
 connection would make them fail too."""
 FAILED = 1
-PATIENCE = timedelta(minutes=30)
+PATIENCE = timedelta(minutes=10)
 """For the process that holds the store, which starts where and when the launcher likes."""
 
 
