@@ -75,6 +75,10 @@ def _built(content: str) -> tuple[Any, Any | None]:
     for dataset in (train, *([valid] if valid is not None else [])):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(f"{where}: it built {type(dataset).__name__}, which lacks __len__ or __getitem__; return a dataset, or (train, valid)")
+        try:
+            len(dataset)
+        except (Exception, SystemExit) as error:
+            raise DataError(f"{where}: len() of its {type(dataset).__name__} failed: {told(error)}") from error
     return train, valid
 
 

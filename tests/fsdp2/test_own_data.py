@@ -15,6 +15,7 @@ from tangram.config.yaml_config import read_run
 from tangram.data.own import OwnSource, own_fingerprint, own_loader
 from tangram.data.own_batch import check_batch, collate
 from tangram.errors import ConfigError, DataError
+from tangram.families.registry import data_register
 from tests.fsdp2.own import WORDS_PLUGIN, llama, write
 
 LINES = ["one", "three", "five one", "seven", "nine is", "eleven", "twelve", "a"]
@@ -129,6 +130,20 @@ def test_what_no_model_can_take_is_told_before_it_does(sample: dict[str, Any], b
 def test_whole_numbers_of_any_type_are_taken() -> None:
     made = check_batch({"input_ids": IDS.int(), "labels": IDS.to(torch.uint8), "attention_mask": torch.ones(2, 1, 2, 2), "pixel_values": None}, 5)
     assert (made["input_ids"].dtype, made["labels"].dtype) == (torch.int64, torch.int64) and "pixel_values" not in made
+
+
+def test_a_dataset_that_does_not_know_its_length_is_told(run_file: Path) -> None:
+    class Endless:
+        def __len__(self) -> int:
+            raise NotImplementedError("it never ends")
+
+        def __getitem__(self, number: int) -> Any:
+            return {}
+
+    data_register.register("endless", lambda *_: Endless())
+    run = read_run(run_file, ["data.dataset_param.dataset_type=endless"])
+    with pytest.raises(DataError, match=r"dataset_type 'endless': len\(\) of its Endless failed: NotImplementedError: it never ends \(test_own_data.py"):
+        own_fingerprint(run)
 
 
 def test_a_place_without_a_sample_is_learnt_nothing_from() -> None:
