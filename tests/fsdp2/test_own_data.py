@@ -142,7 +142,7 @@ def test_a_dataset_that_does_not_know_its_length_is_told(run_file: Path) -> None
 
     data_register.register("endless", lambda *_: Endless())
     run = read_run(run_file, ["data.dataset_param.dataset_type=endless"])
-    with pytest.raises(DataError, match=r"dataset_type 'endless': len\(\) of its Endless failed: NotImplementedError: it never ends \(test_own_data.py"):
+    with pytest.raises(DataError, match=r"dataset_type 'endless': len\(\) of its Endless failed: NotImplementedError: it never ends \(test_own"):
         own_fingerprint(run)
 
 
