@@ -151,6 +151,9 @@ class OwnSource:
             raise DataError(f"{where}: collating them failed: {told(error)}") from error
         return Reading({**batch, "sample_ids": ids}, 0)
 
+    def known_length(self) -> int:
+        return len(self.dataset)
+
     def describe(self, sample: int) -> str:
         return f"sample {sample} of {self.name}"
 

@@ -42,7 +42,7 @@ SPLITS = {
 }
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
 EXPERTS = {name for name, split in SPLITS.items() if split.expert > 1}
-REFUSED = {**{family: EXPERTS for family in FAMILIES}, "qwen3_vl_moe": {"TP2"}}
+REFUSED = {**dict.fromkeys(FAMILIES, EXPERTS), "qwen3_vl_moe": {"TP2"}}
 """By family, what ``tangram check`` refuses."""
 
 

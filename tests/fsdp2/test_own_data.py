@@ -17,7 +17,9 @@ from tangram.data.own_batch import check_batch, collate
 from tangram.errors import ConfigError, DataError
 from tangram.families.registry import data_register
 from tests.fsdp2.own import WORDS_PLUGIN, llama, write
+from tests.ranks import on_ranks
 
+CASES = Path(__file__).with_name("cases_own.py")
 LINES = ["one", "three", "five one", "seven", "nine is", "eleven", "twelve", "a"]
 
 
@@ -144,6 +146,11 @@ def test_a_dataset_that_does_not_know_its_length_is_told(run_file: Path) -> None
     run = read_run(run_file, ["data.dataset_param.dataset_type=endless"])
     with pytest.raises(DataError, match=r"dataset_type 'endless': len\(\) of its Endless failed: NotImplementedError: it never ends \(test_own"):
         own_fingerprint(run)
+
+
+def test_ranks_that_see_other_numbers_of_samples_are_told() -> None:
+    told = "samples of the train data: 8 on rank 0, 9 on rank 1; give every node the same files"
+    assert on_ranks(2, CASES, "said_of", [8, 9]) == [told, told]
 
 
 def test_a_place_without_a_sample_is_learnt_nothing_from() -> None:
