@@ -120,6 +120,13 @@ def raising(error: BaseException):
     return action
 
 
+def test_the_stack_trace_of_a_users_fault_is_shown_if_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANGRAM_TRACEBACK", "1")
+    assert guarded("prog", raising(ConfigError("wrong"))) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "prog: error: wrong")
+
+
 def test_exit_status_by_kind_of_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded("prog", lambda: 5) == 5
     assert guarded("prog", raising(ConfigError("two\nlines"))) == 2

@@ -111,3 +111,5 @@ def _refuse_own(settings: Sequence[str]) -> None:
         for own, option in OWN_KEYS.items():
             if key == own or key.startswith(f"{own}."):
                 raise ConfigError(f"setting {setting!r}: a comparison sets {own} itself; what says it is {option}")
+            if own.startswith(f"{key}."):
+                raise ConfigError(f"setting {setting!r}: a comparison sets {own} itself, which lies in it; give its other keys one by one")

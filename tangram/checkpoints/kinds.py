@@ -55,6 +55,9 @@ def _kind_of(path: str | Path, option: str) -> WeightKind:
         return "mp_rank directory"
     if any((path / name).is_file() or any(path.glob(f"iter_*/{name}")) for name in TRAINING_FILES):
         return "training checkpoint"
+    inside = sorted(path.glob("hf/iter_*"))
+    if inside:
+        raise CheckpointError(f"{where}: a run saved Hugging Face directories there, from which weights alone can be loaded; give {inside[-1]}")
     found = sorted(entry.name for entry in path.iterdir())[:5]
     raise CheckpointError(
         f"{where}: neither a Hugging Face directory (*.safetensors), nor an mp_rank directory (release/mp_rank_*), nor a training "

@@ -14,19 +14,17 @@ from typing import Any, cast
 
 from tangram.config.data import DatasetParam
 from tangram.config.run import RunConfig
+from tangram.config.sources import read_hf_config
 from tangram.data.build import global_batch_size, step_loader
 from tangram.data.encode import IGNORE
 from tangram.data.loader import StepLoader
 from tangram.data.orders.choice import training_order, validation_order
+from tangram.data.own_batch import Sample, check_batch, collate, shown
 from tangram.data.sampler import PADDING, Row
 from tangram.data.source import MicroBatchSource, Reading
 from tangram.errors import ConfigError, DataError
 from tangram.families.plugins import told
 from tangram.families.registry import data_register
-
-FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
-"""What the places past a sample's end hold, by name; of another name, 0."""
-Sample = Mapping[str, Any]
 
 
 def check_own(run: RunConfig) -> str:
@@ -71,12 +69,16 @@ def _built(content: str) -> tuple[Any, Any | None]:
     where = f"dataset_type {data.dataset_type!r}"
     try:
         made = build(data.basic_parameters, data.preprocess_parameters, data)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{where}: building it failed: {told(error)}") from error
     train, valid = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for dataset in (train, *([valid] if valid is not None else [])):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(f"{where}: it built {type(dataset).__name__}, which lacks __len__ or __getitem__; return a dataset, or (train, valid)")
+        try:
+            len(dataset)
+        except (Exception, SystemExit) as error:
+            raise DataError(f"{where}: len() of its {type(dataset).__name__} failed: {told(error)}") from error
     return train, valid
 
 
@@ -97,15 +99,30 @@ def own_loader(run: RunConfig, data_parallel_rank: int, data_parallel_size: int,
     dataset, size = train if split == "train" else valid, global_batch_size(run, data_parallel_size)
     assert dataset is not None
     order = validation_order(run, size, len(dataset)) if split == "valid" else training_order(run, size, len(dataset), run.training.seq_length, None)
-    source = OwnSource(dataset, run.data.dataset_param.dataset_type, run.data.dataloader_param.pad_to_multiple_of)
+    limits = (_vocabulary(run), run.training.seq_length)
+    source = OwnSource(dataset, run.data.dataset_param.dataset_type, run.data.dataloader_param.pad_to_multiple_of, *limits)
     return step_loader(run, cast(MicroBatchSource, source), order, data_parallel_rank, data_parallel_size, consumed)
 
 
-class OwnSource:
-    """``MicroBatchSource`` over the dataset of a plug-in."""
+def _vocabulary(run: RunConfig) -> int | None:
+    """By the model's config.json; None: it does not say."""
+    hf = read_hf_config(run.model.hf_dir) if run.model.hf_dir is not None else {}
+    text = hf.get("text_config")
+    size = (text if isinstance(text, Mapping) else hf).get("vocab_size")
+    return size if isinstance(size, int) else None
 
-    def __init__(self, dataset: Any, name: str, pad_to_multiple_of: int = 1) -> None:
+
+class OwnSource:
+    """``MicroBatchSource`` over the dataset of a plug-in.
+
+    Args:
+        vocabulary: of the model; None: not known.
+        longest: sample that is allowed, in tokens; None: any.
+    """
+
+    def __init__(self, dataset: Any, name: str, pad_to_multiple_of: int = 1, vocabulary: int | None = None, longest: int | None = None) -> None:
         self.dataset, self.name = dataset, name
+        self._vocabulary, self._longest = vocabulary, longest
         self._collate: Callable[[list[Sample]], Mapping[str, Any]] | None = getattr(dataset, "collate_fn", None)
         self._multiple = pad_to_multiple_of
 
@@ -124,14 +141,18 @@ class OwnSource:
         note(PADDING)
         where = f"samples {ids} of {self.name}"
         try:
-            batch = dict(collate(samples, self._multiple) if self._collate is None else self._collate(samples))
+            made = collate(samples, self._multiple) if self._collate is None else self._collate(samples)
+            if not isinstance(made, Mapping):
+                raise DataError(f"collate_fn gave {shown(made)}; a micro-batch maps names to tensors")
+            batch = check_batch(made, self._vocabulary)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{where}: collating them failed: {told(error)}") from error
-        if getattr(batch.get("labels"), "ndim", None) != 2:
-            raise DataError(f"{where}: a micro-batch needs labels, a tensor [rows, tokens], and these gave {_shape(batch.get('labels'))}")
         return Reading({**batch, "sample_ids": ids}, 0)
+
+    def known_length(self) -> int:
+        return len(self.dataset)
 
     def describe(self, sample: int) -> str:
         return f"sample {sample} of {self.name}"
@@ -140,11 +161,14 @@ class OwnSource:
         where = f"sample {number} of {self.name}"
         try:
             sample = self.dataset[number]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{where}: {told(error)}") from error
         if not isinstance(sample, Mapping) or "labels" not in sample:
             what = f"a mapping without labels ({', '.join(map(str, sample))})" if isinstance(sample, Mapping) else type(sample).__name__
             raise DataError(f"{where}: it is {what}; a sample maps names, labels among them, to tensors or lists")
+        length = len(sample["labels"]) if hasattr(sample["labels"], "__len__") else 0
+        if self._longest is not None and length > self._longest:
+            raise DataError(f"{where}: {length} tokens, but training.seq_length allows {self._longest}; cut the sample, or raise it")
         return sample
 
     @staticmethod
@@ -152,35 +176,3 @@ class OwnSource:
         import torch
 
         return {**sample, "labels": torch.full_like(torch.as_tensor(sample["labels"]), IGNORE)}
-
-
-def collate(samples: Sequence[Sample], pad_to_multiple_of: int = 1) -> dict[str, Any]:
-    """One micro-batch: what is as long as a sample's labels is padded on the right (``FILL``) and stacked, ``[rows, tokens]``; all else is joined
-    along its first dimension, such as the pictures of all samples. ``attention_mask`` is made where there is none and samples differ in length.
-
-    Raises:
-        DataError: a name that some samples have as one and some as the other, or tokens that some samples lack.
-    """
-    import torch
-
-    tensors = [{name: torch.as_tensor(value) for name, value in sample.items() if value is not None} for sample in samples]
-    lengths = [len(sample["labels"]) for sample in tensors]
-    longest = -(-max(lengths) // pad_to_multiple_of) * pad_to_multiple_of
-    if any(length != longest for length in lengths) and not any("attention_mask" in sample for sample in tensors):
-        tensors = [{**sample, "attention_mask": torch.ones(length, dtype=torch.long)} for sample, length in zip(tensors, lengths, strict=True)]
-    batch: dict[str, Any] = {}
-    for name in dict.fromkeys(name for sample in tensors for name in sample):
-        held = [(sample[name], length) for sample, length in zip(tensors, lengths, strict=True) if name in sample]
-        per_token = {value.dim() == 1 and len(value) == length for value, length in held}
-        if per_token == {True} and len(held) == len(samples):
-            batch[name] = torch.stack([torch.nn.functional.pad(value, (0, longest - length), value=FILL.get(name, 0)) for value, length in held])
-        elif per_token == {False}:
-            batch[name] = torch.cat([value for value, _ in held])
-        else:
-            shapes = ", ".join(_shape(sample.get(name)) for sample in tensors)
-            raise DataError(f"{name} has the shapes {shapes} for {lengths} labels: some are one value per token and some are not; give a collate_fn")
-    return batch
-
-
-def _shape(value: Any) -> str:
-    return "nothing" if value is None else str(list(value.shape)) if hasattr(value, "shape") else type(value).__name__

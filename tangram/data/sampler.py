@@ -124,7 +124,7 @@ class EpochOrder(Order):
 
     def _too_few(self, epoch: int, count: int) -> DataError:
         return DataError(
-            f"the dataset has {count} samples, too few for one global batch of {self.global_batch_size}; add samples, lower global_batch_size to "
+            f"the dataset has {count} samples, too few for one global batch of {self.global_batch_size}; add samples, make the batch "
             f"at most {count}, or set dataloader_param.tail to pad or continue"
         )
 

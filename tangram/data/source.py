@@ -85,6 +85,10 @@ class MicroBatchSource:
             batch.entries[SKIPPED] = [skip.sample for skip in skips]
         return Reading(batch, sum(sample.turns_dropped for row in read for sample in row), tuple(skips))
 
+    def known_length(self) -> int | None:
+        """Number of samples; None: the end of a streamed dataset has not been seen."""
+        return self.dataset.known_length()
+
     def describe(self, sample: int) -> str:
         """A sample for messages: its id, file, record and media."""
         try:

@@ -31,6 +31,7 @@ from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
 from tangram.data.epochs import steps_of_epochs
+from tangram.data.loader import StepLoader
 from tangram.data.own import own_datasets, own_loader
 from tangram.data.preload import Preloaded
 from tangram.errors import ConfigError
@@ -45,7 +46,7 @@ from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
 from tangram.training.profiling import StepProfiler, check_tools
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.schedule import LearningRate
-from tangram.training.shared import from_first_rank
+from tangram.training.shared import from_first_rank, same_everywhere
 from tangram.training.speed import model_flops, peak_of
 from tangram.training.weights import put_weights
 from tangram.training.writers import open_writers
@@ -289,7 +290,7 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
 
     def loader(split: str, consumed: int) -> Steps:
         place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
-        steps: Steps = build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank)
+        steps = _alike(build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank), split)
         return Preloaded(steps) if context.run.data.dataloader_param.enable_preload and split == "train" else steps
 
     return loader("train", context.consumed_samples), (lambda: loader("valid", 0)) if has_validation(context.run) else None, None
@@ -298,8 +299,18 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
 def _own_datasets(context: Context) -> tuple[Steps, Callable[[], Steps] | None, None]:
     run, place = context.run, (context.data_rank, context.data_size)
     _, valid = own_datasets(run)
-    fresh = (lambda: own_loader(run, *place, split="valid")) if valid is not None and run.training.eval_interval else None
-    return own_loader(run, *place, context.consumed_samples), fresh, None
+    fresh = (lambda: _alike(own_loader(run, *place, split="valid"), "valid")) if valid is not None and run.training.eval_interval else None
+    return _alike(own_loader(run, *place, context.consumed_samples), "train"), fresh, None
+
+
+def _alike(steps: StepLoader, split: str) -> StepLoader:
+    """``steps``, after a look at every rank's data: the order of samples follows from their number.
+
+    Raises:
+        DataError: on every rank, if ranks see different numbers of samples.
+    """
+    same_everywhere(f"samples of the {split} data", steps.source.known_length())
+    return steps
 
 
 def _family(run: RunConfig) -> Family:

@@ -20,8 +20,10 @@ LEAVE_SECONDS = GRACE_SECONDS + 0.5
 """From a failure to the exit of the other ranks: the failed one prints its line meanwhile, and stays until they have gone, since a closed
 connection would make them fail too."""
 FAILED = 1
-PATIENCE = timedelta(minutes=30)
+PATIENCE = timedelta(minutes=10)
 """For the process that holds the store, which starts where and when the launcher likes."""
+MEETING_SECONDS = 30.0
+"""That a rank which fails before it has met the others waits, to tell them."""
 
 
 class SharedFailure:
@@ -35,19 +37,21 @@ class SharedFailure:
 
     def __init__(self) -> None:
         self._key = f"tangram/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._over = threading.Event()
+        self._over, self._met = threading.Event(), threading.Event()
         self._store: dist.TCPStore | None = None
 
     def __enter__(self) -> SharedFailure:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            self._store = connect()
-            threading.Thread(target=self._watch, args=(connect(),), daemon=True).start()
+            if holds_store():
+                self._meet()
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        if self._store is None or not isinstance(error, Exception):
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not isinstance(error, Exception) or not self._met.wait(MEETING_SECONDS):
             return
+        assert self._store is not None
         try:
             first = self._store.add(self._key, 1) == 1
         except dist.DistError:
@@ -66,17 +70,25 @@ class SharedFailure:
             sys.stderr.flush()
             time.sleep(LEAVE_SECONDS)
             os._exit(FAILED)
-        before_leaving.append(lambda: time.sleep(LEAVE_SECONDS))
+        # The others look for the key now and then, and want the store until they leave.
+        before_leaving.append(lambda: time.sleep(LEAVE_SECONDS + 4 * POLL_SECONDS))
 
-    def _watch(self, store: dist.TCPStore) -> None:
-        while not self._over.wait(POLL_SECONDS):
-            try:
-                failed = store.check([self._key])
-            except dist.DistError:
-                return
-            if failed:
-                time.sleep(LEAVE_SECONDS)
-                os._exit(FAILED)
+    def _meet(self) -> None:
+        self._store = connect()
+        self._met.set()
+
+    def _watch(self) -> None:
+        try:
+            if self._store is None:
+                # Its holder may come late, or have failed and gone; what this rank has to say does not wait for that.
+                self._meet()
+            assert self._store is not None
+            while not self._over.wait(POLL_SECONDS):
+                if self._store.check([self._key]):
+                    time.sleep(LEAVE_SECONDS)
+                    os._exit(FAILED)
+        except (dist.DistError, ConfigError):
+            return
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -86,16 +98,20 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
 
 
+def holds_store() -> bool:
+    """Whether the launch's store is this process's: rank 0 holds it where torchrun has none."""
+    return os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def connect() -> dist.TCPStore:
-    """A connection of its own to the launch's store, which rank 0 holds where torchrun has none; nobody need have joined the process group.
+    """A connection of its own to the launch's store; nobody need have joined the process group.
 
     Raises:
         ConfigError: there is none.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(host, port, is_master=holds, wait_for_workers=False, multi_tenant=True, timeout=PATIENCE)
+        return dist.TCPStore(host, port, is_master=holds_store(), wait_for_workers=False, multi_tenant=True, timeout=PATIENCE)
     except dist.DistError as error:
         reason = " ".join(str(error).split()).partition(". ")[0][:200]
         raise ConfigError(f"MASTER_ADDR {host}, MASTER_PORT {port}: ranks cannot meet there ({reason}); correct them, or take another port") from None

@@ -1,4 +1,4 @@
-"""What one rank makes for all."""
+"""What one rank makes for all, and what all must have alike."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from tangram.errors import DataError
 from tangram.training.failure import POLL_SECONDS, connect
 
 T = TypeVar("T")
@@ -35,3 +36,18 @@ def from_first_rank(make: Callable[[], T]) -> T:
             time.sleep(POLL_SECONDS)
     dist.broadcast_object_list(made)
     return made[0]  # type: ignore[return-value]
+
+
+def same_everywhere(what: str, value: object) -> None:
+    """Compare a value over ranks; all must call it, in the same order.
+
+    Raises:
+        DataError: on every rank, if two hold different ones.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    held: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, value)
+    for rank, other in enumerate(held):
+        if other != held[0]:
+            raise DataError(f"{what}: {held[0]} on rank 0, {other} on rank {rank}; give every node the same files")

@@ -199,6 +199,9 @@ def test_an_adapter_whose_base_is_not_here_is_described_and_not_checked(kit, tmp
 def test_no_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"neither a Hugging Face directory .* it holds nothing"):
         inspect(tmp_path)
+    (tmp_path / "hf" / "iter_0000002").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"weights alone can be loaded; give .*hf/iter_0000002$"):
+        inspect(tmp_path)
 
 
 def test_the_command(golden, kit, tmp_path, capsys):

@@ -10,7 +10,9 @@ from tangram.align.assemble import write_pieces
 from tangram.checkpoints.load_hf import load_hf
 from tangram.config.yaml_config import read_run
 from tangram.data.own import own_loader
+from tangram.errors import DataError
 from tangram.training.entry import build_engine, train
+from tangram.training.shared import same_everywhere
 
 
 def first_step(run_file: Path, out: Path) -> float:
@@ -29,3 +31,13 @@ def first_step(run_file: Path, out: Path) -> float:
 
 def trained(run_file: Path, *overrides: str) -> int:
     return train(read_run(run_file, overrides)).step
+
+
+def said_of(values: list[int]) -> str:
+    """What this rank hears when each has another one of ``values``."""
+    dist.init_process_group("gloo")
+    try:
+        same_everywhere("samples of the train data", values[dist.get_rank()])
+    except DataError as error:
+        return str(error)
+    return ""

@@ -12,10 +12,14 @@ import torch
 from tangram.config.preflight import check_run
 from tangram.config.run import RunConfig
 from tangram.config.yaml_config import read_run
-from tangram.data.own import OwnSource, collate, own_fingerprint, own_loader
+from tangram.data.own import OwnSource, own_fingerprint, own_loader
+from tangram.data.own_batch import check_batch, collate
 from tangram.errors import ConfigError, DataError
+from tangram.families.registry import data_register
 from tests.fsdp2.own import WORDS_PLUGIN, llama, write
+from tests.ranks import on_ranks
 
+CASES = Path(__file__).with_name("cases_own.py")
 LINES = ["one", "three", "five one", "seven", "nine is", "eleven", "twelve", "a"]
 
 
@@ -87,12 +91,66 @@ def test_faults_name_the_sample_and_the_line() -> None:
     rows = [((0, 2),)]
     with pytest.raises(DataError, match=r"^sample 2 of mine: KeyError: 'no' \(test_own_data.py, line \d+\)$"):
         source(fails).read(rows)
+    with pytest.raises(DataError, match="sample 2 of mine: SystemExit: 3"):
+        source(lambda _: exec("raise SystemExit(3)")).read(rows)
     with pytest.raises(DataError, match="sample 2 of mine: it is list; a sample maps names"):
         source(lambda _: [1, 2]).read(rows)
     with pytest.raises(DataError, match=r"a mapping without labels \(input_ids\)"):
         source(lambda _: {"input_ids": [1]}).read(rows)
     with pytest.raises(DataError, match=r"samples \[2\] of mine: a micro-batch needs labels, a tensor \[rows, tokens\], and these gave \[1\]"):
         source(lambda _: {"labels": [1]}, lambda samples: {"labels": torch.tensor(samples[0]["labels"])}).read(rows)
+
+
+IDS = torch.tensor([[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("sample", "batch", "said"),
+    [
+        ({"labels": [1.0, 2.0]}, None, "labels are float32, not whole numbers"),
+        ({"input_ids": [1, 64]}, None, r"input_ids reach from 1 to 64, which are no tokens of the model's 64; -100 marks"),
+        ({"labels": [-5, 2]}, None, "labels reach from -5 to 2, which are no tokens"),
+        ({"input_ids": [1, 2, 3]}, None, r"input_ids has the shape \[3\], and labels \[1, 2\]; give one value for each token"),
+        ({"attention_mask": [1]}, None, r"attention_mask has the shape \[1\], and labels \[1, 2\]"),
+        ({"labels": []}, None, r"labels are \[0\]; a sample needs one for each of its tokens"),
+        ({"labels": 3}, None, r"labels are \[\]; a sample needs one"),
+        ({"labels": None}, None, "labels are nothing; a sample needs one"),
+        ({"question": "why"}, None, "question is a str, which makes no tensor"),
+        ({"labels": [1, 2, 3, 4, 5], "input_ids": [1, 2, 3, 4, 5]}, None, "sample 2 of mine: 5 tokens, but training.seq_length allows 4; cut"),
+        ({}, {"input_ids": IDS, "labels": IDS, "pixel_values": [IDS]}, "pixel_values is a list, and a model is given tensors alone"),
+        ({}, {"input_ids": IDS.numpy(), "labels": IDS}, r"input_ids is \[2, 2\], and a model is given tensors alone"),
+        ({}, {"labels": IDS, 0: IDS}, "0 is no name"),
+        ({}, [IDS], "collate_fn gave a list; a micro-batch maps names to tensors"),
+    ],
+)
+def test_what_no_model_can_take_is_told_before_it_does(sample: dict[str, Any], batch: Any, said: str) -> None:
+    data = source(lambda _: {"input_ids": [1, 2], "labels": [1, 2], **sample}, None if batch is None else lambda _: batch).dataset
+    with pytest.raises(DataError, match=said):
+        OwnSource(data, "mine", vocabulary=64, longest=4).read([((0, 2),)])
+
+
+def test_whole_numbers_of_any_type_are_taken() -> None:
+    made = check_batch({"input_ids": IDS.int(), "labels": IDS.to(torch.uint8), "attention_mask": torch.ones(2, 1, 2, 2), "pixel_values": None}, 5)
+    assert (made["input_ids"].dtype, made["labels"].dtype) == (torch.int64, torch.int64) and "pixel_values" not in made
+
+
+def test_a_dataset_that_does_not_know_its_length_is_told(run_file: Path) -> None:
+    class Endless:
+        def __len__(self) -> int:
+            raise NotImplementedError("it never ends")
+
+        def __getitem__(self, number: int) -> Any:
+            return {}
+
+    data_register.register("endless", lambda *_: Endless())
+    run = read_run(run_file, ["data.dataset_param.dataset_type=endless"])
+    with pytest.raises(DataError, match=r"dataset_type 'endless': len\(\) of its Endless failed: NotImplementedError: it never ends \(test_own"):
+        own_fingerprint(run)
+
+
+def test_ranks_that_see_other_numbers_of_samples_are_told() -> None:
+    told = "samples of the train data: 8 on rank 0, 9 on rank 1; give every node the same files"
+    assert on_ranks(2, CASES, "said_of", [8, 9]) == [told, told]
 
 
 def test_a_place_without_a_sample_is_learnt_nothing_from() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
@@ -85,6 +86,9 @@ class Fsdp2Engine:
         self.chunks: list[LocalChunk] = [
             (self.topology.order[0], placement, {name: local_value(self.parameters[name]) for name in placement.tensors})  # type: ignore[misc]
         ]
+        if run.model.config is not None:
+            # It says that in-place operations on such an output lose gradients; the known classes have none.
+            warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self.optimizer = ShardedOptimizer(self.module, self.settings.training)
         self._loss: float | None = None
 
