@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
@@ -95,9 +95,9 @@ class Task(Section):
 
     name: str
     hf_dir: str
-    model: SerializeAsAny[ModelConfig]
     plugins: list[str] = []
     """Python files or folders that register families and components."""
+    model: SerializeAsAny[ModelConfig]
     split: Split | Sharded
     dtype: Dtype = "fp32"
     seed: int | None = None
@@ -113,9 +113,11 @@ class Task(Section):
 
     @field_validator("model", mode="before")
     @classmethod
-    def _of_its_family(cls, raw: Any) -> Any:
-        """From a file: as the family's own class, which has keys that ``ModelConfig`` does not know."""
-        return get_family(raw["model_id"]).config_class.model_validate(raw) if isinstance(raw, dict) else raw
+    def _of_its_family(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        load_plugins(info.data.get("plugins", []))
+        return get_family(str(value.get("model_id"))).config_class.model_validate(value)
 
     @property
     def folder(self) -> Path:
@@ -180,13 +182,6 @@ class TaskList(Section):
     @property
     def processes(self) -> int:
         return max(task.split.processes for task in self.tasks)
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a file that ``TaskList`` was written to, after the plug-ins that know their families."""
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    load_plugins(plugin for task in raw["tasks"] for plugin in task["plugins"])
-    return TaskList.model_validate(raw).tasks
 
 
 def gradient_file(folder: Path, rank: int) -> Path:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tangram.align.assemble import write_pieces
 from tangram.align.batch import micro_batches, read_batch
-from tangram.align.task import RESULT_FILE, Task, fault_file, gradient_file, logits_file, read_tasks
+from tangram.align.task import RESULT_FILE, Task, TaskList, fault_file, gradient_file, logits_file
 from tangram.backends.engine import Batch, CanonicalTensor, RunnableEngine
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.hf_directory import HFDirectory
@@ -24,6 +24,7 @@ from tangram.checkpoints.kinds import kind_of_weights
 from tangram.checkpoints.load_hf import fill_all, load_hf
 from tangram.config.run import RunConfig
 from tangram.errors import TangramError
+from tangram.families.plugins import load_plugins
 from tangram.placement.blocks import check_names
 from tangram.platform import current
 
@@ -58,7 +59,7 @@ class Runner(Protocol):
 
 def main(arguments: Sequence[str]) -> int:
     """Work off the tasks of a file; the exit status is 1 after a fault, which a file in the task's folder describes."""
-    tasks = read_tasks(Path(arguments[0]))
+    tasks = TaskList.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8")).tasks
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank = int(os.environ["RANK"])
     for task in tasks:
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_task(task: Task, rank: int) -> None:
     """Build the model at the task's split, run the batch, write what this rank found, and leave the process group."""
+    load_plugins(task.plugins)
     run = task.run_config()
     os.environ["WORLD_SIZE"] = str(task.split.processes)
     # Tasks of one launch have process groups of different sizes, so they do not meet at torchrun's own store.

@@ -91,7 +91,7 @@ class ClipEncoder(MegatronModule):
         positions = self.position_embeddings(torch.arange(self.section.positions, device=pixels.device))
         return self.ln_pre((embedded + positions).flatten(0, 1)[:, None])
 
-    def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def projector_input(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
         """What the projector gets: the patches without the class tokens."""
         if not self.section.add_class_token:
             return hidden

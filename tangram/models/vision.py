@@ -84,7 +84,7 @@ class VisionEncoder(MegatronModule):
             hidden = hidden if order is None else hidden[order]
         return self.blocks(hidden, angles if order is None else angles[order], plans)
 
-    def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def projector_input(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
         """What the projector gets: all that the last layer gives."""
         return hidden
 

@@ -42,7 +42,7 @@ class ImageEncoder(MegatronModule):
         hidden = self.encoder(hidden, grids)
         if not self.post_process:
             return hidden
-        return self.encoder.restore_order(self.projector(self.encoder.features(hidden, grids)), grids)
+        return self.encoder.restore_order(self.projector(self.encoder.projector_input(hidden, grids)), grids)
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
         """Take the encoder's or the projector's parameters out of training; those that take no part are never in it."""
