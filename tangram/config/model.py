@@ -91,6 +91,10 @@ class VisionEncoderConfig(RecomputeKeys):
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def deepstack_layers(self) -> list[int]:
+        """Global 0-based indexes of the blocks whose output a merger of their own brings to text layers 0, 1, ...; rising."""
+        return []
     # What data, pipeline and model ask of an encoder; a section of a family's own answers otherwise where its encoder does.
 
     @property

@@ -82,7 +82,8 @@ class ClipEncoder(MegatronModule):
         if not self.used:
             return hidden.clone()  # A stage hands on a tensor of its own: megatron-core frees it once sent.
         pictures = SegmentPlan.from_lengths([self.section.positions] * len(grids), hidden.device)
-        return self.decoder(hidden, None, [pictures] * self.used)
+        hidden, _ = self.decoder(hidden, None, [pictures] * self.used)
+        return hidden
 
     def _embed(self, pixels: Tensor, pictures: int) -> Tensor:
         embedded = self.conv1(pixels).unflatten(0, (pictures, -1))

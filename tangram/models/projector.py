@@ -37,17 +37,22 @@ class MLPProjector(MegatronModule):
 
 
 class Projector(MLPProjector):
-    """Norm over a patch, concatenation of each square of patches, two linears: [n * merge^2, 1, width] -> [n, 1, hidden_size]."""
+    """Norm over a patch, concatenation of each square of patches, two linears: [n * merge^2, 1, width] -> [n, 1, hidden_size].
 
-    def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection) -> None:
+    Args:
+        norm_merged: the norm comes after the concatenation and goes over the whole square, as in the mergers of DeepStack.
+    """
+
+    def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection, *, norm_merged: bool = False) -> None:
         super().__init__(section, options, groups)
         self.merged_size = section.ffn_hidden_size
+        self.norm_size = section.ffn_hidden_size if norm_merged else section.input_size
         assert section.normalization is not None
-        self.layernorm = NORMS[section.normalization](self.config, section.input_size, section.layernorm_epsilon)
+        self.layernorm = NORMS[section.normalization](self.config, self.norm_size, section.layernorm_epsilon)
 
     @staticmethod
     def width_in(section: VisionProjectorConfig) -> int:
         return section.ffn_hidden_size
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(self.layernorm(hidden).view(-1, 1, self.merged_size))
+        return super().forward(self.layernorm(hidden.view(-1, 1, self.norm_size)).view(-1, 1, self.merged_size))
