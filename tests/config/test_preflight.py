@@ -280,6 +280,7 @@ def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
 SCRIPTS = [
     *(f"qwen2vl/finetune_{size}.sh" for size in ("2b", "7b", "72b")),
     *(f"qwen2.5vl/finetune_{size}.sh" for size in ("3b", "7b", "32b", "72b")),
+    *(f"llava1.5/finetune_{size}.sh" for size in ("7b", "13b")),
 ]
 
 

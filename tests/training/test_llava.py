@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.trial import Record, metrics, run, split
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 TOKENS = {"<s>": 256, "</s>": 257, "<image>": 318, "<pad>": 319}
 IDLE = ("model.vision_tower.encoder.layers.3.", "model.vision_tower.post_layernorm.")
+NOISE = re.compile(r"vision_tower\..*k_proj\.bias$")
+"""Without rotary positions a bias of the keys changes no attention: its gradient is rounding, and Adam makes steps of that."""
 OVER_STAGES = split(2, [2, 2], [0, 4], use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 """TP2 x PP2, the tower on both stages, gradients summed while the backward pass runs: a parameter that never gets one must not be waited for."""
 VIRTUAL = split(1, [[2, 2], [0, 0]], [[0, 1], [1, 2]])
@@ -46,7 +49,7 @@ def write_runs(folder: Path) -> None:
     units = ["model.vision_tower.*encoder.layers.{*}", "model.multi_modal_projector", "model.language_model.layers.{*}"]
     fsdp2 = {
         "backend": "fsdp2",
-        **shared,
+        "data": {"dataset_param": data, "dataloader_param": {"shuffle": True, "num_workers": 0}},
         "model": {"model_name_or_path": "hf"},
         "parallel": {"fsdp_plan": {"apply_modules": units}},
         "features": {"loss_cfg": {"loss_type": "per_token_loss"}},
@@ -77,7 +80,8 @@ def test_a_run_goes_on_at_another_split_and_on_the_other_backend(tmp_path: Path)
     directory = HFDirectory(tmp_path / "hf")
     for end in ends:
         assert end.keys() == ends[0].keys()
-        assert max(relative(end[key], ends[0][key]) for key in end if key.startswith(("model.", "optimizer."))) <= 1e-4
+        errors = {key: relative(end[key], ends[0][key]) for key in end if key.startswith(("model.", "optimizer.")) and not NOISE.search(key)}
+        assert max(errors.values()) <= 1e-4, max(errors.items(), key=lambda item: item[1])
         idle = [name for name in directory.shapes if name.startswith(IDLE)]
         assert len(idle) == 18 and not any(name in key for key in end if not key.startswith("model.") for name in idle)
         for name in idle:
