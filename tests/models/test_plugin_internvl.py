@@ -32,7 +32,7 @@ def test_the_plugin_is_small() -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("forked")
 def test_every_split_gives_what_transformers_gives_and_weights_go_there_and_back(tmp_path: Path) -> None:
     load_plugins([PLUGIN])
