@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# The same examples in every run, and no verdict that depends on how busy the machine is.
+settings.register_profile("same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
+
 DEFAULT_TIMEOUT = 300
-LONGEST = "test_topologies.py"
-"""It takes minutes, so it starts first: one worker would still be at it when the others have nothing left."""
+LONGEST = ("test_data_paths.py", "test_topologies.py", "test_alignment.py", "test_resume.py")
+"""They take more than a minute, so they start first: one worker would still be at them when the others have nothing left."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != LONGEST)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @contextmanager

@@ -88,14 +88,18 @@ class Trial:
         return path
 
 
-def write_trial(folder: Path, *, tied: bool = False, count: int = SAMPLES, **training: Any) -> Trial:
-    """Write everything that a run needs."""
+def write_trial(
+    folder: Path, *, family: str = "qwen2_5_vl", tied: bool = False, count: int = SAMPLES, layers: int = 4, **training: Any
+) -> Trial:
+    """Write everything that a run needs; vision encoder and text decoder have so many ``layers`` each."""
     from tangram.families.base import get_family
     from tangram.families.tiny import TinySpec
 
     folder.mkdir(parents=True, exist_ok=True)
-    spec = TinySpec(hidden=32, vision_hidden=16, vocab=VOCABULARY, max_pixels=84 * 84, weight_std=0.1)
-    get_family("qwen2_5_vl").tiny(folder / "hf", 0, tied, spec)
+    spec = TinySpec(
+        hidden=32, vision_hidden=16, text_layers=layers, vision_layers=layers, vocab=VOCABULARY, max_pixels=84 * 84, weight_std=0.1
+    )
+    get_family(family).tiny(folder / "hf", 0, tied, spec)
     write_byte_tokenizer(folder / "hf")
     write_pictures(folder)
     (folder / "data.json").write_text(json.dumps(records(count)))
@@ -169,14 +173,14 @@ class Launch:
                 os.kill(process.pid or 0, number)
 
     def finish(self, seconds: float = PATIENCE) -> Outcome:
-        """Wait; once a rank has failed the others get ten seconds, and what then still runs is killed and told as None."""
+        """Wait; once a rank has failed the others get a minute, and what then still runs is killed and told as None."""
         deadline = time.monotonic() + seconds
         failed_at = None
         while any(process.is_alive() for process in self.processes):
             now = time.monotonic()
             if failed_at is None and any(process.exitcode for process in self.processes):
                 failed_at = now
-            if now > deadline or (failed_at is not None and now > failed_at + 10):
+            if now > deadline or (failed_at is not None and now > failed_at + 60):
                 break
             time.sleep(0.01)
         codes = [process.exitcode for process in self.processes]

@@ -36,11 +36,14 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nproc_per_node is not None and args.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node {args.nproc_per_node} must be at least 1")
-    config = read_run(args.run_file, args.overrides)
     if "RANK" in os.environ:
         if args.nproc_per_node is not None:
             raise ConfigError("--nproc-per-node is for a launch without torchrun; remove it")
-        return _train(config)
+        from tangram.training.failure import SharedFailure
+
+        with SharedFailure():
+            return _train(read_run(args.run_file, args.overrides))
+    config = read_run(args.run_file, args.overrides)
     processes = args.nproc_per_node or _needed(config)
     if processes == 1:
         return _train(config)
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _needed(config: RunConfig) -> int:
     """Processes that the split needs."""
     if config.fsdp2 is None:
-        return config.topology().model_parallel_size
+        return config.topology().ranks_of_a_batch
     from tangram.config.fsdp2_sizes import least_processes
 
     return least_processes(config.fsdp2.parallel)

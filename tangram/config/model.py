@@ -19,6 +19,7 @@ Activation = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video, in patches."""
+TokenDispatcher = Literal["alltoall", "allgather"]
 
 
 def _layer_list(value: Any) -> Any:
@@ -243,6 +244,35 @@ class TextDecoderConfig(RecomputeKeys):
         if self.mrope_section is not None and (len(self.mrope_section) != 3 or 2 * sum(self.mrope_section) != self.head_dim):
             raise ValueError(f"mrope_section {self.mrope_section} must hold 3 numbers that sum to half of head_dim {self.head_dim}")
         return self
+
+
+class ExpertKeys(Section):
+    """What a text decoder with experts in every layer has beyond others; names and meaning as in Megatron."""
+
+    num_moe_experts: int = Field(ge=1)
+    moe_router_topk: int = Field(ge=1)
+    """Experts that a token goes to."""
+    moe_intermediate_size: int = Field(ge=1)
+    """Width of one expert."""
+    norm_topk_prob: bool = True
+    """The weights of the experts that a token goes to sum to one."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of each layer's load-balancing loss; 0: none. See docs/experts.md for how it differs from router_aux_loss_coef."""
+    moe_z_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of each layer's mean squared log-sum-exp of router logits; 0: none."""
+    moe_token_dispatcher_type: TokenDispatcher = "alltoall"
+    """How tokens reach the ranks that hold their experts; ``parallel.moe_token_dispatcher_type`` overrides it."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> ExpertKeys:
+        if self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(f"moe_router_topk {self.moe_router_topk} is more than num_moe_experts {self.num_moe_experts}")
+        return self
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.moe_aux_loss_coeff > 0 or self.moe_z_loss_coeff > 0
 
 
 class ModelConfig(Section):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from tangram.config.data import DataConfig
+from tangram.config.experts import check_experts
 from tangram.config.fsdp2 import Fsdp2Config
-from tangram.config.model import LayerList, ModelConfig, RecomputeKeys
+from tangram.config.model import ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
 from tangram.errors import ConfigError
@@ -22,10 +23,22 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
-    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide activations along the sequence wherever they would hold them all; lengths that do not divide are padded."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch."""
+    context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"] = "ulysses_cp_algo"
+    """How they attend: each to all tokens with a share of the heads, keys and values travelling round a ring of ranks, or the first inside the
+    second."""
+    ulysses_degree_in_cp: int | None = Field(default=None, ge=1)
+    """hybrid_cp_algo: ranks that share the heads; the ring has context_parallel_size / this."""
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
     llm_pp_layers: LayerList | None = None
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks over which the experts of a layer are divided; they are data-parallel ranks for all else."""
+    moe_token_dispatcher_type: TokenDispatcher | None = None
+    """None: what model.json says."""
     use_distributed_optimizer: bool = False
     """ZeRO-1: optimizer state sharded over data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -36,12 +49,37 @@ class ParallelConfig(Section):
     make_vocab_size_divisible_by: int = Field(default=1, ge=1)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
-    @field_validator("context_parallel_size")
-    @classmethod
-    def _no_context_parallelism(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError(f"context parallelism is not supported yet by the megatron backend, got size {value}; set it to 1")
-        return value
+    @model_validator(mode="after")
+    def _context_fits(self) -> ParallelConfig:
+        size, algorithm, degree = self.context_parallel_size, self.context_parallel_algo, self.ulysses_degree_in_cp
+        if algorithm != "hybrid_cp_algo":
+            if degree is not None:
+                raise ValueError(f"ulysses_degree_in_cp {degree} is of hybrid_cp_algo, and context_parallel_algo is {algorithm}; remove one")
+            return self
+        if degree is None:
+            raise ValueError("context_parallel_algo hybrid_cp_algo needs ulysses_degree_in_cp, the ranks that share heads; give it")
+        if size % degree or degree in (1, size):
+            raise ValueError(
+                f"ulysses_degree_in_cp {degree} must divide context_parallel_size {size} and be neither 1 (megatron_cp_algo) nor all of it "
+                "(ulysses_cp_algo); choose another, or another context_parallel_algo"
+            )
+        return self
+
+    @property
+    def context_parallel_ring(self) -> int:
+        """Ranks of a ring of keys and values; 1: there is none."""
+        if self.context_parallel_algo == "ulysses_cp_algo":
+            return 1
+        return self.context_parallel_size // (self.ulysses_degree_in_cp or 1)
+
+    @model_validator(mode="after")
+    def _sequence_needs_ranks(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel divides activations over tensor-parallel ranks, and tensor_model_parallel_size is 1; raise it, or leave "
+                "sequence_parallel out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _overlaps_fit(self) -> ParallelConfig:
@@ -241,7 +279,8 @@ class RunConfig(Section):
         """The split that ``parallel`` and the model's ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build``; the lists given in two places differ; or they do not have the pipeline sizes of ``parallel``.
+            ConfigError: as ``Topology.build`` and ``check_experts``; the lists given in two places differ; or they do not have the pipeline sizes of
+                ``parallel``.
         """
         encoder = self.described.image_encoder
         vision = encoder.vision_encoder if encoder else None
@@ -257,19 +296,34 @@ class RunConfig(Section):
         for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
             if layers is not None:
                 _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
+        check_experts(self.described, expert=self.parallel.expert_model_parallel_size, tensor=self.parallel.tensor_model_parallel_size)
         return Topology.build(
             vision_layers=vision.num_layers if vision else 0,
             text_layers=text.num_layers,
             tensor=self.parallel.tensor_model_parallel_size,
             vit_pp_layers=self.vit_layers,
             llm_pp_layers=self.llm_layers,
+            expert=self.parallel.expert_model_parallel_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+            context=self.parallel.context_parallel_size,
+            ring=self.parallel.context_parallel_ring,
         )
 
+    def _experts(self, model: ModelConfig) -> dict[str, object]:
+        """What ``parallel`` sets of the text decoder's experts."""
+        dispatcher = self.parallel.moe_token_dispatcher_type
+        if dispatcher is None:
+            return {}
+        if not isinstance(model.text_decoder, ExpertKeys):
+            raise ConfigError(f"parallel.moe_token_dispatcher_type {dispatcher}: the model {model.model_id} has no experts; leave it out")
+        return {"moe_token_dispatcher_type": dispatcher}
+
     def assembled_model(self) -> ModelConfig:
-        """The model config with what ``features`` sets put into its components.
+        """The model config with what ``features`` sets put into its components, and ``parallel`` into its experts.
 
         Raises:
-            ConfigError: ``features`` freezes a component that the model has not.
+            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets a dispatcher for experts that it has
+                not.
         """
         features, model = self.features, self.described
         recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
@@ -280,7 +334,8 @@ class RunConfig(Section):
         loss: dict[str, object] = {}
         if features.enable_chunk_loss is not None:
             loss["loss_chunk_size"] = (features.chunk_size or 1024) if features.enable_chunk_loss else None
-        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, {**recompute, **loss})}
+        extra = {**recompute, **loss, **self._experts(model)}
+        update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, extra)}
         if model.image_encoder is not None:
             parts = {
                 "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, recompute),

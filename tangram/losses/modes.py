@@ -56,6 +56,22 @@ def loss_weights(samples: Tensor, loss_type: str) -> tuple[Tensor, int]:
     raise ConfigError(f"loss_type {loss_type!r} is unknown; known: {', '.join(get_args(LossType))}")
 
 
+def denominator_of(labels: Tensor, cu_seqlens_padded: Tensor | None, loss_type: str) -> int:
+    """What a micro-batch adds to the denominator.
+
+    Args:
+        labels: [b, s], not shifted, -100 where not supervised.
+        cu_seqlens_padded: [k + 1], where the samples of a packed row begin and the row ends; None: each row is one sample.
+    """
+    rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
+    return loss_weights(samples_of(rows, positions, cu_seqlens_padded), loss_type)[1]
+
+
+def samples_of(rows: Tensor, positions: Tensor, cu_seqlens_padded: Tensor | None) -> Tensor:
+    """Number of the sample that each supervised token belongs to, from its row and its position there, both [n]."""
+    return rows if cu_seqlens_padded is None else torch.bucketize(positions, cu_seqlens_padded[1:].long(), right=True)
+
+
 def reduce_token_losses(token_losses: Tensor, samples: Tensor, loss_type: str) -> LossTerms:
     """Reduce the losses of one micro-batch's supervised tokens.
 

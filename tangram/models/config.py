@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tangram.config.model import TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
+from tangram.config.model import ExpertKeys, TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
 from tangram.errors import ConfigError, suggest
 
 
@@ -50,6 +50,7 @@ class BuildOptions:
     dtype: torch.dtype
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
+    expert_model_parallel_size: int = 1
     on_cpu: bool = True
 
 
@@ -115,5 +116,24 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
         recompute_granularity=section.recompute_granularity,
         recompute_method=section.recompute_method,
         recompute_num_layers=section.recompute_num_layers,
+        **(_experts(section, options) if isinstance(section, ExpertKeys) else {}),
         **_common(options),
     )
+
+
+def _experts(section: ExpertKeys, options: BuildOptions) -> dict[str, object]:
+    """Experts in every layer, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over all, renormalised over
+    the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
+    return {
+        "num_moe_experts": section.num_moe_experts,
+        "moe_router_topk": section.moe_router_topk,
+        "moe_ffn_hidden_size": section.moe_intermediate_size,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if section.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": section.moe_z_loss_coeff or None,
+        "moe_token_dispatcher_type": section.moe_token_dispatcher_type,
+        "expert_model_parallel_size": options.expert_model_parallel_size,
+        "expert_tensor_parallel_size": options.tensor_model_parallel_size,
+        "calculate_per_token_loss": True,
+    }

@@ -11,11 +11,14 @@ from tangram.placement.blocks import Placement, check_names
 from tangram.placement.table import Replicated
 
 
-def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement) -> None:
-    """Tell core which parameters are split over tensor-parallel ranks and which are copies.
+def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement, expert_parallel: bool = False) -> None:
+    """Tell core which parameters are split over tensor-parallel ranks and which are copies, and which data-parallel ranks hold the same.
 
     Core counts a parameter in the gradient norm on every rank where ``tensor_model_parallel`` is set and else on the first only, and
-    leaves out what is ``shared``.
+    leaves out what is ``shared``. Gradients without ``allreduce`` it sums over the ranks with the same experts alone.
+
+    Args:
+        expert_parallel: experts are divided over ranks.
 
     Raises:
         PlacementError: the chunk's parameters are not those of the table, by name or shape.
@@ -28,6 +31,7 @@ def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement) 
         parameter.tensor_model_parallel = not isinstance(tensor.rule.layout, Replicated)  # type: ignore[attr-defined]
         parameter.partition_dim = tensor.rule.layout.axis  # type: ignore[attr-defined]
         parameter.partition_stride = 1  # type: ignore[attr-defined]
+        parameter.allreduce = not (expert_parallel and tensor.rule.place == "expert")  # type: ignore[attr-defined]
         if tensor.rule.tied:
             parameter.shared = True  # type: ignore[attr-defined]
             parameter.shared_embedding = True  # type: ignore[attr-defined]

@@ -11,14 +11,16 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from tangram.config.model import TextDecoderConfig, VisionEncoderConfig
+from tangram.config.model import ExpertKeys, TextDecoderConfig, VisionEncoderConfig
 from tangram.models.attention import SegmentAttention
+from tangram.models.experts import Experts
 from tangram.models.norms import NORMS
 
 
 def layer_spec(section: TextDecoderConfig | VisionEncoderConfig) -> ModuleSpec:
-    """Norm, self-attention, norm, MLP; causal for a text decoder."""
+    """Norm, self-attention, norm, MLP or experts; causal for a text decoder."""
     norm = NORMS[section.normalization]
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     head_norm, mask = IdentityOp, AttnMaskType.no_mask
     if isinstance(section, TextDecoderConfig):
         head_norm, mask = (norm if section.qk_layernorm else IdentityOp), AttnMaskType.causal
@@ -39,7 +41,7 @@ def layer_spec(section: TextDecoderConfig | VisionEncoderConfig) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=Experts if isinstance(section, ExpertKeys) else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )

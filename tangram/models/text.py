@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,6 +17,7 @@ from tangram.families.qwen3_vl.config import Qwen3TextDecoderConfig
 from tangram.losses.chunk import chunked_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.experts import Routing
 from tangram.models.norms import NORMS
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import text_angles
@@ -52,9 +54,11 @@ class TextDecoder(MegatronModule):
         super().__init__(config=get_model_config(section, options))
         self.section, self.tp_group = section, groups.tp
         self.pre_process, self.post_process, self.shares_weight = first, last, shares_weight
+        # The embedding and the head see whole sequences on every rank.
+        undivided = get_model_config(section, replace(options, sequence_parallel=False))
         if first:
             self.embedding = LanguageModelEmbedding(
-                self.config,
+                undivided,
                 vocab_size=padded_vocab,
                 max_sequence_length=section.max_position_embeddings,
                 position_embedding_type="rope",
@@ -67,8 +71,8 @@ class TextDecoder(MegatronModule):
             self.output_layer = ColumnParallelLinear(
                 section.hidden_size,
                 padded_vocab,
-                config=self.config,
-                init_method=self.config.init_method,
+                config=undivided,
+                init_method=undivided.init_method,
                 bias=False,
                 skip_bias_add=False,
                 gather_output=False,
@@ -97,14 +101,18 @@ class TextDecoder(MegatronModule):
         plan: SegmentPlan | None,
         features: Sequence[Tensor] = (),
         places: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h].
+
+        With sequence parallelism ``hidden`` is this rank's part; positions [3, b, s] and the plan are those of the whole.
 
         Args:
             features: DeepStack features [n, h], added after the first layers here, one for each.
             places: [n], where they are added; see ``tangram.models.media``.
+            routing: what experts must know of the micro-batch.
         """
-        hidden, _ = self.decoder(hidden, self.angles(position_ids), [plan] * len(self.decoder.numbers), features, places)
+        hidden, _ = self.decoder(hidden, self.angles(position_ids), [plan] * len(self.decoder.numbers), features, places, routing)
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def chunked_losses(self, hidden: Tensor, targets: Tensor, chunk_size: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,6 @@ SPLITS = {
     "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
     "virtual stages": Split(pipeline=2, virtual=2),
     "vision over two stages": Split(pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
-    "four stages": Split(pipeline=4),
     "text from the third stage": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 2, 2]),
     "copies": Split(tensor=2, data=2, distributed_optimizer=True),
 }
@@ -41,7 +41,7 @@ RANKS = {str(sharded): sharded for sharded in (Sharded(processes=2), Sharded(pro
 """The other backend."""
 DRAWN = ["one process", "tensor and pipeline", "virtual stages", "text from the third stage", "copies"]
 """Splits that draw random weights in each of the ways there are: of parts of a tensor, of stages, of chunks, of stages without text, of copies."""
-TRAINED = ["tensor and pipeline", "copies"]
+TRAINED = [Split(tensor=2, pipeline=2), SPLITS["copies"]]
 """Splits that train for long: what differs from one step to the next is how copies of the model and stages meet."""
 SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
 """A vocabulary that does not divide, so that it is padded."""
@@ -55,14 +55,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return folders
 
 
-@pytest.mark.compat
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.compat)], ids=["untied", "tied"])
 def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: dict[bool, Path], tied: bool, tmp_path: Path):
-    outcomes = align(tiny[tied], list(SPLITS.values()), micro_batch_size=1, dump=tmp_path)
+    """What ``test_matrix`` has at every split, looked at more closely at a few: with a tie first and last stage share a gradient."""
+    chosen = {name: SPLITS[name] for name in (DRAWN if tied else ["one process", "vision over two stages"])}
+    outcomes = align(tiny[tied], list(chosen.values()), micro_batch_size=1, dump=tmp_path)
     names = set(load_reference(tiny[tied]).state_dict()) - ({"lm_head.weight"} if tied else set())
-    for name, outcome in zip(SPLITS, outcomes, strict=True):
+    for name, outcome in zip(chosen, outcomes, strict=True):
         assert outcome.report.passed, f"{name}: {outcome.report.failures}"
         assert outcome.report.tolerance == 1e-5
         compared = {row.name: row for row in outcome.report.rows if row.kind == "gradient"}
@@ -153,8 +154,8 @@ def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
 @pytest.mark.timeout(600)
 def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers_on_either_backend(tmp_path: Path):
     hf = tmp_path / "hf"
-    get_family("qwen2_5_vl").tiny(hf, 42, True, SMALL)
-    curves = compare_curves(hf, [*(SPLITS[name] for name in TRAINED), *RANKS.values()], steps=30)
+    get_family("qwen2_5_vl").tiny(hf, 42, True, replace(SMALL, text_layers=2, vision_layers=2))
+    curves = compare_curves(hf, [*TRAINED, *RANKS.values()], steps=30, micro_batch_size=2)
     assert curves.against == REFERENCE and len(curves.deviations) == len(TRAINED) + len(RANKS)
     assert curves.losses[REFERENCE][-1] < 0.97 * curves.losses[REFERENCE][0]
     assert curves.worst <= 1e-6, curves.deviations
@@ -162,8 +163,8 @@ def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transfor
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[False], [*(SPLITS[name] for name in DRAWN), Sharded(processes=2)], steps=10, seed=7)
+def test_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
+    curves = compare_curves(tiny[False], [*(SPLITS[name] for name in DRAWN), Sharded(processes=2)], steps=4, seed=7, micro_batch_size=2)
     assert len(curves.deviations) == len(DRAWN)
     assert curves.worst <= 1e-6, curves.deviations
 
@@ -214,7 +215,6 @@ def test_what_cannot_be_split_is_refused_before_a_process_starts(tiny: dict[bool
         align(tmp_path / "nothing", [Split()])
 
 
-@pytest.mark.timeout(120)
 def test_a_fault_in_a_process_comes_back_as_one_line(tiny: dict[bool, Path], tmp_path: Path):
     for file in tiny[False].iterdir():
         if file.name != "model.safetensors":

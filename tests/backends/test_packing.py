@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -26,15 +23,18 @@ from tangram.data.encode import EncodedSample
 from tangram.data.media import Medium
 from tangram.families.base import get_family
 from tests.conftest import TinyHF
+from tests.trial import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WORKER = Path(__file__).parents[1] / "workers" / "packing_worker.py"
 LOSS_TYPES = ("default", "per_sample_loss", "per_token_loss")
 PROCESSES = 4
 SPLITS = {
-    "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
-    "vision over both stages": Split(tensor=2, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "tensor and pipeline": Split(tensor=2, pipeline=2),
+    "vision over both stages": Split(tensor=2, pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[0, 2]),
     "copies": Split(data=4),
+    "two ranks that share heads, in copies": Split(context=2, data=2),
+    "rings of two ranks that share heads": Split(context=4, context_algo="hybrid", ulysses=2),
 }
 Grid = tuple[int, int, int]
 MICRO_BATCHES: list[list[list[int | Grid]]] = [
@@ -108,7 +108,7 @@ class Findings:
 
 @pytest.fixture(scope="module")
 def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    folder, hf_dir = tmp_path_factory.mktemp("packing"), tiny_hf("qwen2_5_vl", hidden=32, weight_std=0.1)
+    folder, hf_dir = tmp_path_factory.mktemp("packing"), tiny_hf("qwen2_5_vl", hidden=32, text_layers=2, vision_layers=2, weight_std=0.1)
     model = open_subject(hf_dir, folder).model
     samples, rope_index = make_samples(model), get_family("qwen2_5_vl").rope_index
     apart, together = Collator(rope_index, model, 0), Collator(rope_index, model, 0, pad_to_multiple_of=8, packing=True)
@@ -119,7 +119,7 @@ def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findi
         for name, split in SPLITS.items()
     }
     (folder / "tasks.json").write_text(TaskList(tasks=list(tasks.values())).model_dump_json(), encoding="utf-8")
-    launch(folder)
+    run(folder / "log", [str(WORKER), str(folder)], PROCESSES).succeeded()
     runs = {}
     for name, loss_type, step in product(tasks, LOSS_TYPES, steps):
         out = folder / name / f"{loss_type}_{step}"
@@ -128,14 +128,6 @@ def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findi
         runs[name, loss_type, step] = (result, Observation(result["loss"], NO_LOGITS, gradients))
     labels = [sum(label != -100 for label in sample.labels[1:]) for batch in samples for sample in batch]
     return Findings(runs, reference(hf_dir, steps["apart"]), labels)
-
-
-def launch(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", str(WORKER), str(folder)]
-    root = str(WORKER.parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def flat(observed: Observation) -> torch.Tensor:

@@ -120,7 +120,17 @@ def _instead(replacement: object) -> Callable[[Any], Any]:
     return lambda original: replacement
 
 
+def _splits_as_arrays(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """At the point where the sizes of the parts that ranks exchange come to the CPU on a side stream, they are there: as arrays, as then."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(dispatcher, name)
+            setattr(dispatcher, name, splits.numpy() if isinstance(splits, torch.Tensor) else splits)
+    return tokens_per_expert
+
+
 _CORE = "megatron.core"
+_ALL_TO_ALL = f"{_CORE}.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _torch = _TorchOnCpu()
 
 PATCHES: tuple[Patch, ...] = (
@@ -140,6 +150,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_CORE}.utils", "torch", _instead(_torch), "gradient norm without fused kernels 1207"),
     Patch(f"{_CORE}.transformer.utils", "torch", _instead(_torch), "causal masks of core's own attention 35, 40"),
     Patch(f"{_CORE}.tensor_parallel.data", "torch", _instead(_torch), "broadcast_data 37"),
+    Patch(_ALL_TO_ALL, "cuda_dtoh_stream", _instead("no stream"), "side stream of the sizes of parts 442"),
+    Patch(_ALL_TO_ALL, "_maybe_dtoh_and_synchronize", _instead(_splits_as_arrays), "copies and waits on it, all points of the dispatcher"),
     Patch(f"{_CORE}.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", _accepts_cpu_tensors, "type check 167"),
     Patch(f"{_CORE}.optimizer.optimizer", "clip_grad_by_total_norm_fp32", _accepts_cpu_tensors, "the same, imported by name"),
     Patch(f"{_CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _accepts_cpu_tensors, "type checks 671, 690"),

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
-from tangram.backends.megatron.forward import ForwardStep, check_report, get_batch, report_loss
+from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, get_batch, report_loss
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdown
 from tangram.backends.megatron.settings import ddp_config, freeze_arguments, optimizer_config
 from tangram.checkpoints.hf_directory import HFDirectory
-from tangram.config.model import ModelConfig
+from tangram.config.context import check_context
+from tangram.config.model import ExpertKeys, ModelConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
+from tangram.losses.modes import denominator_of
 from tangram.placement.blocks import Placement, canonical_shapes, place
 from tangram.placement.table import Rule, padded_vocabulary
 from tangram.placement.topology import Chunk, Topology
@@ -79,6 +81,7 @@ class MegatronEngine:
         self.run = run
         self.topology = run.topology()
         self.model = run.assembled_model()
+        check_context(self.model.text_decoder, run.parallel)
         self.dtype = DTYPES[run.training.dtype]
         self.ranks: ParallelRanks = initialize(run.parallel, self.topology, run.training.seed)
         self.data_parallel_rank = self.ranks.data_parallel_rank
@@ -94,7 +97,7 @@ class MegatronEngine:
         self.models = self._wrap(modules)
         self.optimizer = self._make_optimizer()
         self.needs_pixels = any(local.chunk.vision_first for local in self.chunks)
-        self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == 0
+        self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == self.ranks.context_parallel_rank == 0
         self._forward_step = forward_step or _default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
         self._prepare_schedule(first, last)
 
@@ -110,9 +113,9 @@ class MegatronEngine:
             chunk = self.topology.chunk(self.ranks.pipeline_parallel_rank, vp_rank)
             module = build_chunk(self.model, chunk, self.topology, self.dtype, padded_vocab).to(self.ranks.device)
             module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
-            placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk)
+            placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk, self.ranks.expert_parallel_rank)
             parameters = dict(module.named_parameters())
-            mark_parallel(parameters, placement)
+            mark_parallel(parameters, placement, self.topology.expert > 1)
             self.chunks.append(LocalChunk(chunk, placement, parameters))
             modules.append(module)
         return modules
@@ -206,6 +209,8 @@ class MegatronEngine:
                 f"{count} micro-batches per data-parallel rank are not a multiple of the pipeline size {stages}, which virtual stages need; "
                 "change global_batch_size or micro_batch_size"
             )
+        if self._router_loss and not forward_only:
+            micro_batches = [self._weighed(batch) for batch in micro_batches]
         self._communicator.begin(micro_batches, forward_only)
         reports = self._schedule(
             forward_step_func=self._step_one,
@@ -221,6 +226,17 @@ class MegatronEngine:
         self._communicator.finish()
         return self._total(reports, micro_batches)
 
+    @property
+    def _router_loss(self) -> bool:
+        """Whether routers of experts add to the loss in training."""
+        text = self.model.text_decoder
+        return isinstance(text, ExpertKeys) and text.has_router_loss
+
+    def _weighed(self, batch: Batch) -> Batch:
+        """The micro-batch with what it adds to the denominator of the run's loss type, by which routers' losses are averaged."""
+        weight = denominator_of(batch["labels"], batch.get("cu_seqlens_padded"), self.run.training.loss_type)
+        return {**batch, "loss_weight": torch.tensor(weight)}
+
     def _step_one(self, iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         from megatron.core.utils import make_viewless_tensor
 
@@ -228,18 +244,30 @@ class MegatronEngine:
         if isinstance(output, Tensor):
             # The schedule frees an output's memory once sent, which it cannot do to a view.
             output = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
-        return output, lambda value: check_report(loss_func(value))
+        return output, lambda value: self._count_once(check_report(loss_func(value)))
+
+    def _count_once(self, report: LossReport) -> LossReport:
+        """Context-parallel ranks all find the whole loss of a micro-batch, and each gradients of its own tokens; one of them counts for all."""
+        numerator, denominator, log = report
+        return numerator, denominator if self.ranks.context_parallel_rank == 0 else denominator * 0, log
 
     def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
         """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
-        totals = [0.0, 0.0, 0.0]
-        if self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1 and self.ranks.tensor_parallel_rank == 0:
+        totals = [0.0, 0.0, 0.0, 0.0]
+        first = self.ranks.tensor_parallel_rank == self.ranks.context_parallel_rank == 0
+        if first and self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
             pairs = [report["loss"] for report in reports]
             labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
-            totals = [sum(float(n) for n, _ in pairs), sum(float(d) for _, d in pairs), float(labels)]
+            weights = sum(float(batch.get("loss_weight", 0)) for batch in micro_batches)
+            totals = [sum(float(n) for n, _ in pairs), sum(float(d) for _, d in pairs), float(labels), weights]
         summed = torch.tensor(totals, dtype=current().sum_dtype, device=self.ranks.device)
         dist.all_reduce(summed)
-        numerator, denominator, tokens = summed.tolist()
+        numerator, denominator, tokens, weights = summed.tolist()
+        if any("loss_weight" in batch for batch in micro_batches) and weights != denominator:
+            raise ConfigError(
+                f"loss_func averages over {denominator:g}, loss_type {self.run.training.loss_type} over {weights:g}, by which routers' losses are "
+                "averaged; give loss_func the denominators of loss_type, or set moe_aux_loss_coeff and moe_z_loss_coeff to 0"
+            )
         return ForwardResult(loss=numerator / denominator if denominator else 0.0, weight=denominator, tokens=int(tokens))
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ MODEL_INPUTS = (
     "video_grid_thw",
     "cu_seqlens",
     "cu_seqlens_padded",
+    "loss_weight",
 )
 
 

@@ -32,7 +32,7 @@ def make_finalizer(models: Sequence[DistributedDataParallel], first: nn.Paramete
 def gather_gradients(models: Sequence[DistributedDataParallel]) -> None:
     """Make ``main_grad`` whole on every rank where the distributed optimizer left only this rank's part of each bucket. Collective."""
     for model in models:
-        for group in model.bucket_groups:
+        for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
             if not model.ddp_config.use_distributed_optimizer:
                 continue
             members = group.intra_distributed_optimizer_instance_group

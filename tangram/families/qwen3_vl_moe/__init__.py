@@ -16,5 +16,5 @@ QWEN3_VL_MOE = replace(
     from_hf_config=from_hf_config,
     tensor_table=tensor_table,
     tiny=write_tiny,
-    backends=("fsdp2",),
+    backends=("megatron", "fsdp2"),
 )

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
-
-from tangram.config.model import ModelConfig
+from tangram.config.model import ExpertKeys, ModelConfig
 from tangram.errors import ConfigError
 from tangram.families.qwen2_vl.config import HFConfig, Reader, assemble, decoder_section
 from tangram.families.qwen3_vl.config import Qwen3TextDecoderConfig, Qwen3VLConfig, qwen3_keys, vision_encoder
 
 
-class Qwen3MoeTextDecoderConfig(Qwen3TextDecoderConfig):
+class Qwen3MoeTextDecoderConfig(Qwen3TextDecoderConfig, ExpertKeys):
     """A Qwen3 decoder with experts in every layer."""
-
-    num_moe_experts: int = Field(ge=1)
-    moe_router_topk: int = Field(ge=1)
-    """Experts that a token goes to."""
-    moe_intermediate_size: int = Field(ge=1)
-    """Width of one expert."""
-    norm_topk_prob: bool = True
-    """The weights of the experts that a token goes to sum to one."""
-
-    @model_validator(mode="after")
-    def _experts_fit(self) -> Qwen3MoeTextDecoderConfig:
-        if self.moe_router_topk > self.num_moe_experts:
-            raise ValueError(f"moe_router_topk {self.moe_router_topk} is more than num_moe_experts {self.num_moe_experts}")
-        return self
 
 
 class Qwen3VLMoeConfig(Qwen3VLConfig):

@@ -1,0 +1,29 @@
+"""Which splits of experts the megatron backend runs, said before any process starts."""
+
+from __future__ import annotations
+
+from tangram.config.model import ExpertKeys, ModelConfig
+from tangram.errors import ConfigError
+
+
+def check_experts(model: ModelConfig, *, expert: int, tensor: int) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        ConfigError: experts that are not there, are too few or do not divide; tensor parallelism; a single expert per token.
+    """
+    text = model.text_decoder
+    if not isinstance(text, ExpertKeys):
+        if expert != 1:
+            raise ConfigError(f"expert_model_parallel_size {expert}: the model {model.model_id} has no experts; leave it out")
+        return
+    if text.num_moe_experts % expert:
+        fits = ", ".join(str(n) for n in range(1, text.num_moe_experts + 1) if text.num_moe_experts % n == 0)
+        raise ConfigError(f"expert_model_parallel_size {expert} does not divide num_moe_experts {text.num_moe_experts}; use one of {fits}")
+    if tensor > 1:
+        raise ConfigError(
+            f"tensor_model_parallel_size {tensor} with {text.num_moe_experts} experts is not supported: tensor-parallel ranks would send them "
+            "the same tokens; set it to 1, and divide the experts with expert_model_parallel_size"
+        )
+    if text.moe_router_topk == 1:
+        raise ConfigError("moe_router_topk 1: the weight of the only expert is always 1, so the router cannot learn; use 2 or more")

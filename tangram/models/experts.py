@@ -1,0 +1,123 @@
+"""Experts in place of a layer's MLP, on megatron-core's router, dispatchers and expert loop.
+
+What a router must know of the micro-batch travels to it as a ``Routing``, which megatron-core hands through as ``padding_mask``, as it does a
+``SegmentPlan`` as ``packed_seq_params``: pipeline stages and recomputation then cannot mix up micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from tangram.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A micro-batch as routers see it that add to the loss.
+
+    Args:
+        padding: bool [b, s], True where no real token stands.
+        weight: scalar int64, what the micro-batch adds to the loss's denominator. None: outside of training.
+    """
+
+    padding: Tensor
+    weight: Tensor | None
+
+
+def padding_of(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> Tensor:
+    """Bool [b, s], True where no real token stands; arguments as ``VLMModel.forward`` has them."""
+    if cu_seqlens is not None and cu_seqlens_padded is not None:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        sample = torch.bucketize(places, cu_seqlens_padded[1:].long(), right=True).clamp(max=len(cu_seqlens) - 2)
+        ends = cu_seqlens_padded[:-1] + cu_seqlens.diff()
+        return (places >= ends[sample])[None]
+    if attention_mask is None:
+        return torch.zeros_like(input_ids, dtype=torch.bool)
+    real = attention_mask.bool()
+    return ~(real if real.dim() == 2 else real.any(dim=-1))
+
+
+class Router(TopKRouter):
+    """megatron-core's router, whose losses are averaged over micro-batches as the loss itself is.
+
+    Core multiplies a micro-batch's router loss by its number of tokens, since all gradients are divided by a count in the end. Here that count
+    is the loss's denominator: of labelled tokens, of samples or of micro-batches (``tangram.losses.modes``), so the factor is the
+    micro-batch's share of it. Every rank of a micro-batch has the same factor; where they divide its tokens, core gives each a part of the sum.
+    """
+
+    routing_of_batch: Routing | None = None
+    """Of the micro-batch whose layer is being run."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits in fp32. Core's own product names a kernel of TransformerEngine, which is not always there."""
+        return nn.functional.linear(input.float(), self.weight.float())
+
+    def attach_and_log_load_balancing_loss(self, activation: Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any) -> Tensor:
+        return super().attach_and_log_load_balancing_loss(activation, *args, valid_token_count=self._weight(), **kwargs)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The mean squared log-sum-exp of real tokens' logits (Zoph et al. 2022), weighed as the load-balancing loss."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        loss = z_loss_func(logits, coefficient / self.tp_cp_group.size(), padding_mask=padding_mask)
+        save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, self.config.num_layers, reduce_group=self.tp_cp_group)
+        return MoEAuxLossAutoScaler.apply(logits, loss * self._weight())
+
+    def _weight(self) -> Tensor:
+        if self.routing_of_batch is None or self.routing_of_batch.weight is None:
+            raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); megatron.forward.get_batch passes it on")
+        return self.routing_of_batch.weight
+
+
+class PaddedAllGather(MoEAllGatherTokenDispatcher):
+    """megatron-core's dispatcher that shows every rank all tokens, for ranks whose micro-batches differ in length.
+
+    Core gathers equal parts, but expert-parallel ranks hold different micro-batches; each is filled up to the longest with rows that go to
+    no expert.
+    """
+
+    routing_map: Tensor
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        count = torch.tensor(len(hidden), device=hidden.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
+        fill = int(count) - len(hidden)
+        self.routing_map = nn.functional.pad(self.routing_map, (0, 0, 0, fill))
+        return nn.functional.pad(hidden, (0, 0, 0, fill)), nn.functional.pad(probs, (0, 0, 0, fill))
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        return super().combine_postprocess(hidden_states[: self.hidden_shape[:-1].numel()])
+
+
+class Experts(MoELayer):
+    """Router and this rank's experts: [s, b, h] -> [s, b, h]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        parts = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linears), router=Router)
+        super().__init__(config, parts, pg_collection=groups)
+        if config.moe_token_dispatcher_type == "allgather" and self.ep_group.size() > 1:
+            self.token_dispatcher = PaddedAllGather(self.num_local_experts, self.local_expert_indices, config, groups)
+
+    def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Routing | None = None) -> tuple[Tensor, Tensor | None]:
+        """``padding_mask`` is the micro-batch's ``Routing``."""
+        self.router.routing_of_batch = padding_mask
+        return super().forward(hidden_states, intermediate_tensors, None if padding_mask is None else padding_mask.padding)
