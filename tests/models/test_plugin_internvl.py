@@ -23,6 +23,7 @@ SPLITS = [
     Split(tensor=2),
     Split(pipeline=2),
     Split(pipeline=2, virtual=2, vit_pp_layers=[[1, 2], [1, 0]], llm_pp_layers=[[0, 0], [2, 2]]),
+    Split(tensor=2, sequence_parallel=True),
     Split(tensor=2, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
 ]
 

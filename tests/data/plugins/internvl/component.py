@@ -1,12 +1,11 @@
 """What is new: a learned scale on each branch of a layer, positions of another shape, the merge of 2 x 2 patches by pixel shuffle."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from tangram.config.model import Grid
 from tangram.models.clip import ClipEncoder
 from tangram.models.norms import NORMS, parameter_device
 from tangram.models.projector import MLPProjector
@@ -59,12 +58,11 @@ class InternEncoder(ClipEncoder):
         if hasattr(self, "ln_post"):
             del self.ln_post
 
-    def projector_input(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Pixel shuffle: squares of patches side by side, [n / merge^2, 1, merge^2 * width]."""
+    def merge(self, patches: Tensor) -> Tensor:
+        """Pixel shuffle: squares of patches side by side, [n, 1, width] -> [n / merge^2, 1, merge^2 * width]."""
         _, rows, columns = self.section.picture_grid
         merge = self.section.spatial_merge_size
-        patches = super().projector_input(hidden, grids)
-        cells = patches.view(len(grids), rows // merge, merge, columns // merge, merge, -1).transpose(2, 3)
+        cells = patches.view(-1, rows // merge, merge, columns // merge, merge, patches.shape[-1]).transpose(2, 3)
         return cells.reshape(-1, 1, merge**2 * patches.shape[-1])
 
 
