@@ -13,6 +13,7 @@ MODULES = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "accelerate",
+    "transformers.models.llava.modeling_llava",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3_vl.modeling_qwen3_vl",

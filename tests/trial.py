@@ -35,15 +35,15 @@ PATIENCE = 240
 Record = dict[str, Any]
 
 
-def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer.json of the 256 bytes and the special tokens, at the ids of a model with 320 rows."""
+def write_byte_tokenizer(folder: Path, special: Mapping[str, int] = SPECIAL) -> None:
+    """A tokenizer.json of the 256 bytes and the special tokens, by default at the ids of a Qwen-VL with 320 rows."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | SPECIAL, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, **special}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

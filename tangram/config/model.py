@@ -173,6 +173,8 @@ class ImageEncoderConfig(Section):
     @model_validator(mode="after")
     def _widths_fit(self) -> ImageEncoderConfig:
         encoder, projector = self.vision_encoder, self.vision_projector
+        if projector.model_id not in ("mlp", "lnmlp"):
+            return self  # A projector of a plug-in has widths of its own.
         merged = encoder.hidden_size * encoder.spatial_merge_size**2
         if projector.input_size != encoder.hidden_size:
             raise ValueError(f"vision_projector.input_size {projector.input_size} is not vision_encoder.hidden_size {encoder.hidden_size}")

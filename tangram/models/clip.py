@@ -95,14 +95,16 @@ class ClipEncoder(MegatronModule):
         positions = self.position_embeddings(torch.arange(self.section.positions, device=pixels.device))
         return (embedded + positions).flatten(0, 1)[:, None]
 
-    def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """What the projector gets: the patches without the class tokens."""
-        if not self.section.add_class_token:
-            return hidden
+    def projector_input(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """What the projector gets: the patches without the class tokens; with sequence parallelism this rank's part."""
         split = split_of(self.section.positions * len(grids), self.config, self.tp_group)
-        whole = collect(hidden, split, self.tp_group)[: split.length]
-        patches = whole.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
-        return divide(patches, split_of(len(patches), self.config, self.tp_group), self.tp_group)
+        whole = collect(hidden, split, self.tp_group)[: split.length].unflatten(0, (len(grids), -1))
+        rows = self.merge(whole[:, int(self.section.add_class_token) :].flatten(0, 1))
+        return divide(rows, split_of(len(rows), self.config, self.tp_group), self.tp_group)
+
+    def merge(self, patches: Tensor) -> Tensor:
+        """The rows that become tokens, of all pictures' patches [n, 1, hidden_size] in raster order: here the patches themselves."""
+        return patches
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The projector's rows are in raster order already; with sequence parallelism from each rank's part."""

@@ -11,7 +11,9 @@ from tangram.placement.blocks import Placement, check_names
 from tangram.placement.table import Replicated
 
 
-def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement, expert_parallel: bool = False) -> None:
+def mark_parallel(
+    parameters: Mapping[str, nn.Parameter], placement: Placement, expert_parallel: bool = False, sequence_parallel: bool = False
+) -> None:
     """Tell core which parameters are split over tensor-parallel ranks and which are copies, and which data-parallel ranks hold the same.
 
     Core counts a parameter in the gradient norm on every rank where ``tensor_model_parallel`` is set and else on the first only, and
@@ -19,6 +21,7 @@ def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement, 
 
     Args:
         expert_parallel: experts are divided over ranks.
+        sequence_parallel: a layer's copies each see a part of the sequence, or some heads, so that core sums their gradients.
 
     Raises:
         PlacementError: the chunk's parameters are not those of the table, by name or shape.
@@ -32,6 +35,8 @@ def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement, 
         parameter.partition_dim = tensor.rule.layout.axis  # type: ignore[attr-defined]
         parameter.partition_stride = 1  # type: ignore[attr-defined]
         parameter.allreduce = not (expert_parallel and tensor.rule.place == "expert")  # type: ignore[attr-defined]
+        if sequence_parallel and tensor.rule.place == "layer" and isinstance(tensor.rule.layout, Replicated):
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
         if tensor.rule.tied:
             parameter.shared = True  # type: ignore[attr-defined]
             parameter.shared_embedding = True  # type: ignore[attr-defined]

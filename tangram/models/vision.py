@@ -103,7 +103,7 @@ class VisionEncoder(MegatronModule):
         hidden, made = self.blocks(hidden, split.pad(angles if order is None else angles[order], 0), plans)
         return (hidden, *(self.restore_order(rows, grids)[:, 0] for rows in made)) if made else hidden
 
-    def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def projector_input(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
         """What the projector gets: all that the last layer gives."""
         return hidden
 

@@ -55,7 +55,7 @@ class ImageEncoder(MegatronModule):
         answer = self.encoder(hidden, grids)
         hidden, *features = answer if isinstance(answer, tuple) else (answer,)
         if self.post_process:
-            hidden = self.encoder.restore_order(self.projector(self.encoder.features(hidden, grids)), grids)
+            hidden = self.encoder.restore_order(self.projector(self.encoder.projector_input(hidden, grids)), grids)
         return hidden, features
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:

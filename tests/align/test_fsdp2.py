@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import tangram.align.run as run_module
 from tangram.align.batch import micro_batches, write_batch
 from tangram.align.observation import read_observation
 from tangram.align.run import Outcome, align, open_subject, prepare_batch
 from tangram.align.sharded import Sharded
-from tangram.align.task import Split, Task, TaskList
+from tangram.align.task import Split
 from tangram.cli.main import main
 from tangram.errors import ConfigError
-from tests.ranks import on_ranks
 
-CASES = Path(__file__).with_name("cases_fsdp2.py")
+pytestmark = pytest.mark.usefixtures("forked")
 SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def running(tasks: Sequence[Task], work: Path) -> Iterator[None]:
-        for task in tasks:
-            task.folder.mkdir(parents=True, exist_ok=True)
-        (work / "tasks.json").write_text(TaskList(tasks=list(tasks)).model_dump_json(), encoding="utf-8")
-        yield
-
-    def finish(_: None, tasks: Sequence[Task], work: Path) -> None:
-        on_ranks(TaskList(tasks=list(tasks)).processes, CASES, "work_off", str(work / "tasks.json"))
-
-    monkeypatch.setattr(run_module, "running", running)
-    monkeypatch.setattr(run_module, "finish", finish)
 
 
 def passed(outcomes: Sequence[Outcome]) -> None:

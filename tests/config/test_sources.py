@@ -31,6 +31,7 @@ FACTS = RunFacts(dtype="bf16", seq_length=1024, sequence_parallel=True, context_
         ("qwen2_5_vl-32b", "qwen2.5vl/model_32b.json", [32] + [0] * 7, [1] + [9] * 7),
         ("qwen2_5_vl-72b", "qwen2.5vl/model_72b.json", [32] + [0] * 7, [6] + [11] * 6 + [8]),
         ("llava-7b", "llava1.5/model_7b.json", [24], [32]),
+        ("llava-13b", "llava1.5/model_13b.json", [24, 0], [16, 24]),
     ],
 )
 def test_examples_describe_the_published_models(name: str, file: str, vit: list[int], llm: list[int]) -> None:

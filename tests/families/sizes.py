@@ -110,6 +110,19 @@ LLAVA_7B: dict[str, Any] = {
     "vocab_size": 32064,
 }
 
+LLAVA_13B: dict[str, Any] = {
+    **LLAVA_7B,
+    "text_config": {
+        **LLAVA_7B["text_config"],
+        "_name_or_path": "lmsys/vicuna-13b-v1.5",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+}
+
 FIRST_OF_8 = [32] + [0] * 7
 VIRTUAL_28: Lists = ([[10, 10, 10, 2], [0, 0, 0, 0], [0, 0, 0, 0]], [[0, 0, 0, 1], [4, 4, 4, 4], [4, 3, 2, 2]])
 """4 ranks with 3 virtual stages, from the guide to Qwen2-VL-7B; fits 32 vision and 28 text layers."""
@@ -130,6 +143,7 @@ SIZES = {
         "qwen2_5_vl", qwen2_5_vl(8192, 80, 64, 8, 29568, 3456, 152064, False), ((FIRST_OF_8, [6, 11, 11, 11, 11, 11, 11, 8]), LONG_72B)
     ),
     "llava-7b": Size("llava", LLAVA_7B, (([24, 0], [13, 19]), ([[16, 8], [0, 0]], [[0, 4], [15, 13]]))),
+    "llava-13b": Size("llava", LLAVA_13B, (([24, 0], [16, 24]),)),
 }
 
 LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}

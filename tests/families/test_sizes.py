@@ -28,6 +28,7 @@ ELEMENTS = {
     "qwen2_5_vl-32b": 33_452_718_336,
     "qwen2_5_vl-72b": 73_410_777_344,
     "llava-7b": 7_063_427_072,
+    "llava-13b": 13_351_494_656,
 }
 """Parameters of the published checkpoints, tied heads counted once."""
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tangram.families.llava.tiny import image_processor
 from tests.config import fsdp2_kit
 from tests.config.conftest import PROCESSOR
-from tests.families.sizes import QWEN3_VL, SIZES
+from tests.families.sizes import LLAVA_7B, QWEN3_VL, SIZES
 from tests.ranks import on_ranks
 from tests.trial import write_trial
 
@@ -25,11 +26,14 @@ EXAMPLES = {
     "qwen2vl/qwen2_vl_2b_fsdp2.yaml": SIZES["qwen2_vl-2b"].hf,
     "qwen3vl/qwen3_vl_8b_fsdp2.yaml": QWEN3_VL["8b"],
     "qwen3vl/qwen3_vl_30b_fsdp2.yaml": QWEN3_VL["30b"],
+    "llava1.5/llava1_5_7b_fsdp2.yaml": LLAVA_7B,
 }
 CLASSES = ["Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"]
-CLASSES += ["Qwen3VLMoeForConditionalGeneration"]
-PARAMETERS = [3_754_622_976, 2_208_985_600, 8_767_123_696, 31_070_754_032]
+CLASSES += ["Qwen3VLMoeForConditionalGeneration", "LlavaForConditionalGeneration"]
+PARAMETERS = [3_754_622_976, 2_208_985_600, 8_767_123_696, 31_070_754_032, 7_063_427_072]
 """Of the published models; that of the 3B is what its card calls 4B, with the vision tower."""
+FROZEN = {"llava1.5/llava1_5_7b_fsdp2.yaml": 303_507_456}
+"""The tower of LLaVA, CLIP ViT-L/14-336."""
 
 
 def test_every_example_passes_every_check(tmp_path: Path) -> None:
@@ -40,6 +44,8 @@ def test_every_example_passes_every_check(tmp_path: Path) -> None:
         fsdp2_kit.write_run(folder)
         (folder / "hf" / "config.json").write_text(json.dumps({**hf, "architectures": [CLASSES[number]]}))
         patches = {**PROCESSOR, "patch_size": hf["vision_config"].get("patch_size", 14)}
+        if hf["model_type"] == "llava":
+            patches = {**image_processor(), "size": 336, "crop_size": 336}
         (folder / "hf" / "preprocessor_config.json").write_text(json.dumps(patches))
         (folder / "run.yaml").write_text((ROOT / "examples" / name).read_text().replace("../../ckpt/hf_path/", str(folder / "hf") + " #"))
         data = [f"data.dataset_param.basic_parameters.dataset={folder / 'samples.json'}", f"data.dataset_param.basic_parameters.dataset_dir={folder}"]
@@ -51,7 +57,8 @@ def test_every_example_passes_every_check(tmp_path: Path) -> None:
     (found,) = on_ranks(1, CASES, "findings", runs)
     for name, one, class_name, count in zip(EXAMPLES, found, CLASSES, PARAMETERS, strict=True):
         assert not {rule: error for rule, (_, error) in one.items() if error}, name
-        assert one["modules"][0].startswith(f"{class_name}, {count:,} of {count:,} parameters are trained"), one["modules"]
+        trained = count - FROZEN.get(name, 0)
+        assert one["modules"][0].startswith(f"{class_name}, {trained:,} of {count:,} parameters are trained"), one["modules"]
 
 
 def test_patterns_are_held_against_the_model_before_weights(tiny_hf: Callable[..., Path], tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class MegatronEngine:
             module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
             placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk, self.ranks.expert_parallel_rank)
             parameters = dict(module.named_parameters())
-            mark_parallel(parameters, placement, self.topology.expert > 1)
+            mark_parallel(parameters, placement, self.topology.expert > 1, sequence_parallel=self.topology.sequence_parallel)
             self.chunks.append(LocalChunk(chunk, placement, parameters))
             modules.append(module)
         return modules

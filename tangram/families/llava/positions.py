@@ -42,7 +42,9 @@ def rope_index(
         raise DataError(f"the micro-batch holds {len(video_grid_thw)} videos but LLaVA takes images alone")
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if image_grid_thw is not None:
-        found, needed = int(((input_ids == model.img_context_token_id) & real).sum()), int(image_grid_thw.prod(dim=-1).sum())
+        assert model.image_encoder is not None
+        found = int(((input_ids == model.img_context_token_id) & real).sum())
+        needed = sum(model.image_encoder.vision_encoder.tokens((t, h, w)) for t, h, w in image_grid_thw.tolist())
         if found != needed:
             raise DataError(f"the micro-batch holds {found} image tokens but its {len(image_grid_thw)} image grids need {needed}")
     positions = (real.long().cumsum(dim=-1) - 1).masked_fill(~real, PAD_POSITION)

@@ -92,7 +92,7 @@ def decoder_section(read: Reader, section: type[Text], **further: Any) -> Text:
             "vocab_size": read.get(text, "vocab_size"),
             "max_position_embeddings": read.get(text, "max_position_embeddings"),
             "rope_theta": read.rope["rope_theta"],
-            "mrope_section": read.get(read.rope, "mrope_section"),
+            "mrope_section": None if further.get("position_embedding_type") == "rope" else read.get(read.rope, "mrope_section"),
             "untie_embeddings_and_output_weights": not read.tied,
             "activation_func": read.get(text, "hidden_act"),
             "layernorm_epsilon": read.get(text, "rms_norm_eps"),

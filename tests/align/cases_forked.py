@@ -1,4 +1,4 @@
-"""What ranks do in the comparisons of ``test_fsdp2``."""
+"""What ranks do in a comparison."""
 
 from tangram.align.worker import main
 
