@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
@@ -14,6 +15,8 @@ from tangram.config.model import LayerList, ModelConfig, TokenDispatcher
 from tangram.config.parsing import Section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.errors import ConfigError
+from tangram.families.base import get_family
+from tangram.families.plugins import load_plugins
 from tangram.placement.topology import Topology
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -104,9 +107,9 @@ class Task(Section):
 
     name: str
     hf_dir: str
-    model: ModelConfig
     plugins: list[str] = []
     """Python files or folders that register families and components."""
+    model: SerializeAsAny[ModelConfig]
     split: Split | Sharded
     dtype: Dtype = "fp32"
     seed: int | None = None
@@ -119,6 +122,14 @@ class Task(Section):
     curve: Curve | None = None
     out: str
     """Folder for what the ranks find."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_family(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        load_plugins(info.data.get("plugins", []))
+        return get_family(str(value.get("model_id"))).config_class.model_validate(value)
 
     @property
     def folder(self) -> Path:

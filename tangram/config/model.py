@@ -89,6 +89,11 @@ class VisionEncoderConfig(RecomputeKeys):
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def deepstack_layers(self) -> list[int]:
+        """Global 0-based indexes of the blocks whose output a merger of their own brings to text layers 0, 1, ...; rising."""
+        return []
+
     @model_validator(mode="after")
     def _shapes_fit(self) -> VisionEncoderConfig:
         if self.hidden_size % self.num_attention_heads:

@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from tangram.config.model import ExpertKeys, TextDecoderConfig
 from tangram.errors import ConfigError
 
 
@@ -37,6 +38,20 @@ class Routing:
 
     padding: Tensor
     weight: Tensor | None
+
+
+def routing_of(
+    text: TextDecoderConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    loss_weight: Tensor | None,
+) -> Routing | None:
+    """What the decoder's routers must know; None where they add nothing to the loss. Arguments as ``VLMModel.forward`` has them."""
+    if not isinstance(text, ExpertKeys) or not text.has_router_loss:
+        return None
+    return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
 
 
 def padding_of(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> Tensor:

@@ -14,13 +14,18 @@ from tangram.models.norms import NORMS
 
 
 class Projector(MegatronModule):
-    """Norm over a patch, concatenation of each square of patches, two linears: [n * merge^2, 1, width] -> [n, 1, hidden_size]."""
+    """Norm over a patch, concatenation of each square of patches, two linears: [n * merge^2, 1, width] -> [n, 1, hidden_size].
 
-    def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection) -> None:
+    Args:
+        norm_merged: the norm comes after the concatenation and goes over the whole square, as in the mergers of DeepStack.
+    """
+
+    def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection, *, norm_merged: bool = False) -> None:
         super().__init__(config=get_model_config(section, options))
         self.merged_size = section.ffn_hidden_size
+        self.norm_size = section.ffn_hidden_size if norm_merged else section.input_size
         assert section.normalization is not None
-        self.layernorm = NORMS[section.normalization](self.config, section.input_size, section.layernorm_epsilon)
+        self.layernorm = NORMS[section.normalization](self.config, self.norm_size, section.layernorm_epsilon)
         self.encoder = MLP(
             self.config,
             MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
@@ -30,5 +35,6 @@ class Projector(MegatronModule):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out, bias = self.encoder(self.layernorm(hidden).view(-1, 1, self.merged_size))
+        normed = self.layernorm(hidden.view(-1, 1, self.norm_size))
+        out, bias = self.encoder(normed.view(-1, 1, self.merged_size))
         return out if bias is None else out + bias

@@ -16,19 +16,26 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim))
 
 
-def text_angles(position_ids: Tensor, head_dim: int, theta: float, mrope_section: Sequence[int] | None) -> Tensor:
+def text_angles(position_ids: Tensor, head_dim: int, theta: float, mrope_section: Sequence[int] | None, *, interleaved: bool = False) -> Tensor:
     """Angles of text positions.
 
     Args:
         position_ids: [3, b, s], positions in time, height and width.
         mrope_section: how many frequencies take each of the three; None: all take the first.
+        interleaved: frequencies go to the three in turn, as long as height and width are due some, and the rest to time; else in three runs.
 
-    Source: Wang et al. 2024 (Qwen2-VL), section 2.1; transformers ``apply_multimodal_rotary_pos_emb``.
+    Source: Wang et al. 2024 (Qwen2-VL), section 2.1, and transformers ``apply_multimodal_rotary_pos_emb``; interleaved: transformers
+    ``Qwen3VLTextRotaryEmbedding``.
     """
     frequencies = inverse_frequencies(head_dim, theta, position_ids.device)
     angles = position_ids.float()[..., None] * frequencies  # [3, b, s, head_dim / 2]
     if mrope_section is None:
         half = angles[0]
+    elif interleaved:
+        half = angles[0].clone()
+        for axis in (1, 2):
+            turns = slice(axis, 3 * mrope_section[axis], 3)
+            half[..., turns] = angles[axis, ..., turns]
     else:
         half = torch.cat([part[axis] for axis, part in enumerate(angles.split(list(mrope_section), dim=-1))], dim=-1)
     return torch.cat([half, half], dim=-1).transpose(0, 1)[:, :, None]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from tangram.models.attention import SegmentPlan
 from tangram.models.experts import Routing
+from tangram.models.media import add_rows
 
 
 class LayerStack(MegatronModule):
     """Layers ``numbers`` (global, 0-based) of a component.
 
     megatron-core's TransformerBlock divides the layers over stages by itself and gives every layer one mask; here the stage's layers are
-    stated and each may have its own segments.
+    stated and each may have its own segments. A layer with a merger (``add_merger``) gives a DeepStack feature besides its output.
     """
 
     def __init__(self, config: TransformerConfig, spec: ModuleSpec, numbers: range, groups: ProcessGroupCollection) -> None:
@@ -28,32 +30,67 @@ class LayerStack(MegatronModule):
         # core counts layers from 1.
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1, pg_collection=groups) for i in numbers)
 
-    def forward(self, hidden: Tensor, angles: Tensor, plans: Sequence[SegmentPlan | None], routing: Routing | None = None) -> Tensor:
+    def add_merger(self, number: int, merger: nn.Module) -> None:
+        """Let layer ``number`` (global) give ``merger(output)`` besides its output."""
+        self.layers[number - self.numbers.start].deepstack_layer = merger
+
+    def forward(
+        self,
+        hidden: Tensor,
+        angles: Tensor,
+        plans: Sequence[SegmentPlan | None],
+        features: Sequence[Tensor] = (),
+        places: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers.
 
         Args:
             hidden: [s, b, h].
             angles: [s, b, 1, head_dim], rotary angles.
             plans: one per layer of this stack.
+            features: what is added after the first layers of this stack, one [n, h] for each.
+            places: [n], where; see ``add_rows``.
             routing: what experts must know of the micro-batch.
+
+        Returns:
+            Hidden states [s, b, h], and what the mergers gave, in the order of their layers.
         """
 
-        def run(first: int, last: int) -> Callable[[Tensor, Tensor], Tensor]:
-            def forward(hidden: Tensor, angles: Tensor) -> Tensor:
-                for layer, plan in zip(self.layers[first:last], plans[first:last], strict=True):
+        def run(first: int, last: int) -> Callable[..., tuple[Tensor, ...]]:
+            def forward(hidden: Tensor, angles: Tensor, *features: Tensor) -> tuple[Tensor, ...]:
+                made = []
+                for layer, plan, rows in zip_longest(self.layers[first:last], plans[first:last], features):
                     hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan, padding_mask=routing)
-                return hidden
+                    merger = getattr(layer, "deepstack_layer", None)
+                    if merger is not None:
+                        made.append(merger(hidden))
+                    if rows is not None:
+                        assert places is not None, "features need places"
+                        hidden = add_rows(hidden, places, rows)
+                return (hidden, *made)
 
             return forward
 
-        count = len(self.layers)
+        made: list[Tensor] = []
+        for first, last, recompute in self._runs():
+            arguments = (hidden, angles, *features[first:last])
+            if recompute:
+                hidden, *more = tensor_parallel.checkpoint(run(first, last), False, *arguments)
+            else:
+                hidden, *more = run(first, last)(*arguments)
+            made += more
+        return hidden, made
+
+    def _runs(self) -> Iterator[tuple[int, int, bool]]:
+        """First and last layer (local, exclusive) of what runs at once, and whether its activations are computed again."""
+        count, step = len(self.layers), self.config.recompute_num_layers
         if self.config.recompute_granularity != "full" or not self.training:
-            return run(0, count)(hidden, angles)
-        step = self.config.recompute_num_layers
-        if self.config.recompute_method == "uniform":
+            yield 0, count, False
+        elif self.config.recompute_method == "uniform":
             for first in range(0, count, step):
-                hidden = tensor_parallel.checkpoint(run(first, min(first + step, count)), False, hidden, angles)
-            return hidden
-        for i in range(min(step, count)):
-            hidden = tensor_parallel.checkpoint(run(i, i + 1), False, hidden, angles)
-        return run(min(step, count), count)(hidden, angles)
+                yield first, min(first + step, count), True
+        else:
+            for i in range(min(step, count)):
+                yield i, i + 1, True
+            yield min(step, count), count, False

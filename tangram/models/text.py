@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -10,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from tangram.config.model import TextDecoderConfig
+from tangram.families.qwen3_vl.config import Qwen3TextDecoderConfig
 from tangram.losses.chunk import chunked_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
@@ -83,11 +86,28 @@ class TextDecoder(MegatronModule):
         """[b, s] -> [s, b, h]."""
         return self.embedding(input_ids=input_ids, position_ids=None)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, plan: SegmentPlan | None, routing: Routing | None = None) -> Tensor:
-        """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h]."""
+    def angles(self, position_ids: Tensor) -> Tensor:
+        """Rotary angles [s, b, 1, head_dim] of positions [3, b, s]."""
         section = self.section
-        angles = text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section)
-        hidden = self.decoder(hidden, angles, [plan] * len(self.decoder.numbers), routing)
+        return text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        plan: SegmentPlan | None,
+        features: Sequence[Tensor] = (),
+        places: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h].
+
+        Args:
+            features: DeepStack features [n, h], added after the first layers here, one for each.
+            places: [n], where they are added; see ``tangram.models.media``.
+            routing: what experts must know of the micro-batch.
+        """
+        hidden, _ = self.decoder(hidden, self.angles(position_ids), [plan] * len(self.decoder.numbers), features, places, routing)
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def chunked_losses(self, hidden: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
@@ -101,3 +121,14 @@ class TextDecoder(MegatronModule):
         """Logits over this rank's part of the padded vocabulary: [..., h] -> [..., padded_vocab / TP]."""
         logits, _ = self.output_layer(hidden, weight=self.word_embeddings if self.shares_weight else None)
         return logits
+
+
+class Qwen3TextDecoder(TextDecoder):
+    """The decoder of Qwen3-VL: rotary pairs may go to time, height and width in turn."""
+
+    section: Qwen3TextDecoderConfig
+
+    def angles(self, position_ids: Tensor) -> Tensor:
+        section = self.section
+        interleaved = section.mrope_interleaved
+        return text_angles(position_ids, section.head_dim, section.rope_theta, section.mrope_section, interleaved=interleaved)

@@ -1,4 +1,4 @@
-"""Vision encoder of Qwen2-VL and Qwen2.5-VL on megatron-core layers: a run of its layers, wherever it is cut over the pipeline."""
+"""Vision encoders of the Qwen-VL families on megatron-core layers: a run of their layers, wherever it is cut over the pipeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tangram.config.model import VisionEncoderConfig
+from tangram.config.model import VisionEncoderConfig, VisionProjectorConfig
+from tangram.families.qwen3_vl.config import Qwen3VisionEncoderConfig
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.norms import parameter_device
+from tangram.models.position_table import PositionTable
+from tangram.models.projector import Projector
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import vision_angles
 from tangram.models.stack import LayerStack
@@ -54,20 +57,31 @@ class PatchEmbed(nn.Module):
 
 
 class VisionEncoder(MegatronModule):
-    """Layers ``numbers`` of the encoder, with the patch embedding where ``first``.
+    """Layers ``numbers`` of the encoder of Qwen2-VL and Qwen2.5-VL, with the patch embedding where ``first``.
 
     Between stages the hidden states stay in window order; the projector's output is put back in raster order by ``restore_order``.
     """
 
     def __init__(self, section: VisionEncoderConfig, options: BuildOptions, numbers: range, first: bool, groups: ProcessGroupCollection) -> None:
         super().__init__(config=get_model_config(section, options))
-        self.section = section
+        self.section, self.options, self.groups = section, options, groups
         self.pre_process = first
         if first:
             self.patch_embed = PatchEmbed(section, options.dtype, parameter_device(self.config))
         self.blocks = LayerStack(self.config, find_layer_spec(section), numbers, groups)
 
-    def forward(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def add_mergers(self, projector: VisionProjectorConfig) -> None:
+        """Give those of the section's ``deepstack_layers`` that are here mergers, of the projector's sizes."""
+        for number in self.section.deepstack_layers:
+            if number in self.blocks.numbers:
+                self.blocks.add_merger(number, Projector(projector, self.options, self.groups, norm_merged=True))
+
+    def embed(self, pixel_values: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Patches in raster order: [n, channels * frames * side * side] -> [n, hidden_size]."""
+        embedded: Tensor = self.patch_embed(pixel_values)
+        return embedded
+
+    def forward(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor | tuple[Tensor, ...]:
         """Encode all images of a micro-batch.
 
         Args:
@@ -75,14 +89,16 @@ class VisionEncoder(MegatronModule):
             grids: (t, h, w) of each image.
 
         Returns:
-            [n, 1, hidden_size], in window order.
+            [n, 1, hidden_size], in window order; with mergers here a tuple of it and of each DeepStack feature, [n / merge^2, h_text] in raster
+            order.
         """
         order, plans = self._plans(grids, hidden.device)
         angles = vision_angles(grids, self.section.spatial_merge_size, self.section.head_dim, self.section.rope_theta, hidden.device)
         if self.pre_process:
-            hidden = self.patch_embed(hidden)[:, None]
+            hidden = self.embed(hidden, grids)[:, None]
             hidden = hidden if order is None else hidden[order]
-        return self.blocks(hidden, angles if order is None else angles[order], plans)
+        hidden, made = self.blocks(hidden, angles if order is None else angles[order], plans)
+        return (hidden, *(self.restore_order(rows, grids)[:, 0] for rows in made)) if made else hidden
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Put the projector's rows [cells, 1, h] back in raster order."""
@@ -107,3 +123,18 @@ class VisionEncoder(MegatronModule):
         windows = SegmentPlan.from_lengths([size * square for size in sizes], device)
         full = set(self.section.fullatt_block_indexes or ())
         return order, [frames if i in full else windows for i in self.blocks.numbers]
+
+
+class Qwen3VisionEncoder(VisionEncoder):
+    """The encoder of Qwen3-VL: a learned position table beside the patch embedding."""
+
+    section: Qwen3VisionEncoderConfig
+
+    def __init__(self, section: Qwen3VisionEncoderConfig, options: BuildOptions, numbers: range, first: bool, groups: ProcessGroupCollection) -> None:
+        super().__init__(section, options, numbers, first, groups)
+        if first:
+            self.pos_embed = PositionTable(section.max_position_embeddings, section.hidden_size, options.dtype, parameter_device(self.config))
+
+    def embed(self, pixel_values: Tensor, grids: Sequence[Grid]) -> Tensor:
+        embedded = super().embed(pixel_values, grids)
+        return embedded + self.pos_embed(grids, self.section.spatial_merge_size).to(embedded.dtype)

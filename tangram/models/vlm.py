@@ -13,13 +13,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from tangram.config.model import ExpertKeys, ImageEncoderConfig, ModelConfig
+from tangram.config.model import ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
-from tangram.models.experts import Routing, padding_of
+from tangram.models.experts import routing_of
+from tangram.models.media import media_places, put_rows
+from tangram.models.payload import activation_shapes, pack, unpack
 from tangram.models.registry import find_component
 from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
@@ -37,13 +39,17 @@ class ImageEncoder(MegatronModule):
         self.pre_process, self.post_process = chunk.vision_first, chunk.vision_last
         encoder, projector = section.vision_encoder, section.vision_projector
         self.encoder: Any = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
+        if encoder.deepstack_layers:
+            self.encoder.add_mergers(projector)  # type: ignore[operator]
         if self.post_process:
             self.projector = find_component(projector)(projector, options, groups)
 
-    def forward(self, hidden: Tensor, grids: list[Grid]) -> Tensor:
-        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]."""
-        hidden = self.encoder(hidden, grids)
-        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden
+    def forward(self, hidden: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
+        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]; and the
+        DeepStack features [n / merge^2, h_text] made here."""
+        answer = self.encoder(hidden, grids)
+        hidden, *features = answer if isinstance(answer, tuple) else (answer,)
+        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden, features
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
         """Take the encoder's or the projector's parameters out of training."""
@@ -69,7 +75,7 @@ class VLMModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.model, self.chunk, self.tp_group = model, chunk, groups.tp
+        self.model, self.chunk, self.topology, self.tp_group = model, chunk, topology, groups.tp
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = chunk.vp_rank if topology.virtual > 1 else None
         self.pre_process = chunk.position == 0
@@ -153,44 +159,41 @@ class VLMModel(MegatronModule):
             DataError: the image or video placeholders in ``input_ids`` are not as many as the tokens of the images or videos.
         """
         images, videos = _grids(image_grid_thw), _grids(video_grid_thw)
-        hidden = self.input_tensor
+        hidden, features = self._received({"input_ids": input_ids, "image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw})
         if self.image_encoder is not None:
             pixels = [patches for patches in (pixel_values, pixel_values_videos) if patches is not None]
-            hidden = self._encode_media(pixels, images + videos, input_ids.device)
+            hidden, made = self._encode_media(hidden, pixels, images + videos, input_ids.device)
+            features += made
         if self.text_decoder is None:
             assert hidden is not None
-            return hidden
+            return pack([hidden, *features])
+        places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
         if self.chunk.text_first:
-            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, images, videos)
+            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, places, images, videos)
         if cu_seqlens is None:
             plan = _text_plan(attention_mask)
         else:
             assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
             plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
-        hidden = self.text_decoder(hidden, position_ids, plan, self._routing(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight))
+        due = len(self.chunk.text)
+        routing = routing_of(self.model.text_decoder, input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
+        hidden = self.text_decoder(hidden, position_ids, plan, features[:due], places, routing)
         if not self.chunk.text_last:
-            return hidden
+            return pack([hidden, *features[due:]])
         if labels is None:
             return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
 
-    def _routing(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cu_seqlens_padded: Tensor | None,
-        loss_weight: Tensor | None,
-    ) -> Routing | None:
-        """What routers must know that add to the loss."""
-        text = self.model.text_decoder
-        if not isinstance(text, ExpertKeys) or not text.has_router_loss:
-            return None
-        return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
+    def _received(self, batch: dict[str, Tensor | None]) -> tuple[Tensor | None, list[Tensor]]:
+        """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""
+        if self.input_tensor is None:
+            return None, []
+        hidden, *features = unpack(self.input_tensor, activation_shapes(self.topology, self.model, self.chunk.position - 1, batch))
+        return hidden, features
 
-    def _encode_media(self, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> Tensor:
+    def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
-        micro-batches."""
+        micro-batches. See ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
         section = self.image_encoder.section.vision_encoder
         if not grids:
@@ -198,27 +201,20 @@ class VLMModel(MegatronModule):
             grids = [(1, side, side)]
             pixels = [torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)]
         assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
-        hidden = torch.cat(pixels) if self.chunk.vision_first else self.input_tensor
+        hidden = torch.cat(pixels) if self.chunk.vision_first else hidden
         assert hidden is not None
         return self.image_encoder(hidden, grids)
 
-    def _merge(self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, images: list[Grid], videos: list[Grid]) -> Tensor:
+    def _merge(self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, places: Tensor, images: list[Grid], videos: list[Grid]) -> Tensor:
         """Put the tokens of all images, then all videos [n, 1, h] where their placeholders stand in the text embeddings [s, b, h]."""
-        is_image = input_ids == self.model.img_context_token_id
-        is_video = input_ids == (-1 if self.model.video_token_id is None else self.model.video_token_id)
-        for kind, places, grids in (("image", is_image, images), ("video", is_video, videos)):
-            wanted, given = int(places.sum()), self._tokens(grids)
+        for kind, token, grids in (("image", self.model.img_context_token_id, images), ("video", self.model.video_token_id, videos)):
+            wanted, given = int((input_ids == (-1 if token is None else token)).sum()), self._tokens(grids)
             if wanted != given:
                 raise DataError(
                     f"the micro-batch has {wanted} {kind} placeholder tokens but its {kind}s give {given}; "
                     f"the text and the {kind}s do not belong together"
                 )
-        if media is None:
-            return embeddings
-        # With no place to fill nothing is copied, and the blank image's gradient is exactly zero.
-        order = torch.cat([places.flatten().nonzero()[:, 0] for places in (is_image, is_video)]).argsort()
-        merged = embeddings.transpose(0, 1).masked_scatter((is_image | is_video)[..., None], media[order].to(embeddings.dtype))
-        return merged.transpose(0, 1).contiguous()
+        return embeddings if media is None else put_rows(embeddings, places, media[:, 0])
 
     def _tokens(self, grids: list[Grid]) -> int:
         if self.model.image_encoder is None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from tangram.backends.megatron.communicator import activation_shape, backward_receives, forward_receives
+from tangram.backends.megatron.communicator import backward_receives, forward_receives
 from tangram.backends.megatron.parallel import embedding_ranks
+from tangram.models.payload import activation_shapes
 from tangram.placement.topology import Topology
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
@@ -26,24 +27,25 @@ def four_stages() -> Topology:
 
 def test_shape_changes_where_vision_ends_and_where_text_begins() -> None:
     model = toy_config(tied=True)
-    shapes = [activation_shape(four_stages(), model, position, BATCH) for position in range(3)]
-    assert shapes == [(28, 1, 8), (7, 1, 16), (17, 3, 16)]
+    shapes = [activation_shapes(four_stages(), model, position, BATCH) for position in range(3)]
+    assert shapes == [((28, 1, 8),), ((7, 1, 16),), ((17, 3, 16),)]
 
 
 def test_text_only_micro_batch_carries_one_blank_cell() -> None:
     model = toy_config(tied=True)
     empty = {**TEXT_ONLY, "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}
     for batch in (TEXT_ONLY, empty):
-        shapes = [activation_shape(four_stages(), model, position, batch) for position in range(3)]
-        assert shapes == [(4, 1, 8), (1, 1, 16), (31, 2, 16)]
+        shapes = [activation_shapes(four_stages(), model, position, batch) for position in range(3)]
+        assert shapes == [((4, 1, 8),), ((1, 1, 16),), ((31, 2, 16),)]
 
 
 def test_video_patches_count_over_time() -> None:
     """3 x 2 x 4 = 24 patches of a video; with 4 x 6 and 2 x 2 of images 52, which are 13 tokens."""
     video = {"input_ids": torch.zeros(1, 9), "video_grid_thw": torch.tensor([[3, 2, 4]])}
-    assert activation_shape(four_stages(), toy_config(tied=True), 0, video) == (24, 1, 8)
+    assert activation_shapes(four_stages(), toy_config(tied=True), 0, video) == ((24, 1, 8),)
     both = {**BATCH, **video}
-    assert [activation_shape(four_stages(), toy_config(tied=True), position, both) for position in (0, 1)] == [(52, 1, 8), (13, 1, 16)]
+    shapes = [activation_shapes(four_stages(), toy_config(tied=True), position, both) for position in (0, 1)]
+    assert shapes == [((52, 1, 8),), ((13, 1, 16),)]
 
 
 def test_one_forward_one_backward_receives_in_micro_batch_order() -> None:

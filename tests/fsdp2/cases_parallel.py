@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tangram.align.reference import forward_arguments, load_reference
 from tangram.backends.fsdp2.engine import Fsdp2Engine
-from tangram.backends.fsdp2.exchange import exchange, gather, sum_parts
 from tangram.checkpoints.dcp_manifest import RunFacts
 from tangram.checkpoints.manager import CheckpointManager
+from tangram.platform.exchange import exchange, gather, sum_parts
 from tests.fsdp2.kit import engine_of, read, write_run
 from tests.fsdp2.media import Rows, dealt
 from tests.fsdp2.truth import truth, whole_gradients

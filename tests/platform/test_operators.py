@@ -211,7 +211,7 @@ def test_a_broken_installation_is_told_once_and_computes_plainly(
             pass
         for _ in range(3):
             assert torch.equal(rms_norm(x, torch.ones(8), 1e-6), nn.functional.rms_norm(x, (8,), eps=1e-6))
-    assert len(caplog.messages) == len(OPERATORS)
+    assert len(caplog.messages) == len([one for one in OPERATORS.values() if "npu" in one.fused])
     assert caplog.messages[0].startswith("rms_norm is not fused on npu: ModuleNotFoundError: ")
 
 
@@ -219,7 +219,7 @@ def test_one_missing_function_leaves_the_others_fused(npu: StandIn, monkeypatch:
     monkeypatch.delattr(StandIn, "npu_swiglu")
     with importable(npu):
         pass
-    assert {name: one.fused_on("npu") is not None for name, one in OPERATORS.items()} == {
+    assert {name: one.fused_on("npu") is not None for name, one in OPERATORS.items() if "npu" in one.fused} == {
         "rms_norm": True,
         "swiglu": False,
         "vision_rope": True,

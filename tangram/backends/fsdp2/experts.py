@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tangram.backends.fsdp2.exchange import exchange, gather, sum_parts
 from tangram.backends.fsdp2.expert_weights import holds_out_in
 from tangram.backends.fsdp2.features.wrapped import Wrapped
 from tangram.config.fsdp2 import Fsdp2Parallel
@@ -27,6 +26,7 @@ from tangram.config.fsdp2_sizes import expert_sizes
 from tangram.config.patterns import match_each
 from tangram.errors import ConfigError
 from tangram.platform import current
+from tangram.platform.exchange import exchange, gather, sum_parts
 
 KEY = "parallel.ep_plan"
 STACKS = ("gate_up_proj", "down_proj")

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tangram.backends.fsdp2.exchange import exchange, gather
 from tangram.config.fsdp2 import LossConfig
 from tangram.errors import ConfigError, DataError
+from tangram.platform.exchange import exchange, gather
 
 PREFIX = "ulysses_"
 """Before the name of the attention that it wraps: the name of ours in transformers' registers."""

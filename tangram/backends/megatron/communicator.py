@@ -19,29 +19,8 @@ from torch import Tensor
 from tangram.backends.engine import Batch
 from tangram.backends.megatron.parallel import ParallelRanks
 from tangram.config.model import ModelConfig
+from tangram.models.payload import Shape, activation_shapes, payload_shape
 from tangram.placement.topology import Topology
-
-Shape = tuple[int, ...]
-
-
-def activation_shape(topology: Topology, model: ModelConfig, position: int, batch: Batch) -> Shape:
-    """Shape of what the chunk at ``position`` hands to the next chunk for one micro-batch.
-
-    Text hidden states [s, b, h_text] once the text decoder has begun, tokens of images and videos [n_merged, 1, h_text] after the projector,
-    hidden states of their patches [n_patches, 1, h_vision] inside the vision encoder. Without any the vision path carries one blank cell.
-    """
-    chunk = topology.order[position]
-    if chunk.has_text:
-        rows, length = batch["input_ids"].shape
-        return (length, rows, model.text_decoder.hidden_size)
-    assert model.image_encoder is not None
-    encoder = model.image_encoder.vision_encoder
-    cell = encoder.spatial_merge_size**2
-    grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
-    patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
-    if chunk.vision_last:
-        return (patches // cell, 1, model.text_decoder.hidden_size)
-    return (patches, 1, encoder.hidden_size)
 
 
 def forward_receives(topology: Topology, pp_rank: int, micro_batches: int) -> Iterator[tuple[int, int]]:
@@ -92,7 +71,7 @@ class PipelineCommunicator(P2PCommunicator):
 
     def _shapes(self, receives: Iterator[tuple[int, int]], micro_batches: Sequence[Batch]) -> Iterator[Shape]:
         for position, number in receives:
-            yield activation_shape(self._topology, self._model, position, micro_batches[number])
+            yield payload_shape(activation_shapes(self._topology, self._model, position, micro_batches[number]))
 
     def _communicate(
         self,

@@ -21,5 +21,5 @@ QWEN3_VL = replace(
     tiny=write_tiny,
     from_hub=(),
     to_hub=(),
-    backends=("fsdp2",),
+    backends=("megatron", "fsdp2"),
 )

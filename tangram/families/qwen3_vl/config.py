@@ -21,6 +21,10 @@ class Qwen3VisionEncoderConfig(VisionEncoderConfig):
     deepstack_visual_indexes: list[int]
     """Global 0-based indexes of the blocks whose output a merger of their own brings to the first layers of the text decoder."""
 
+    @property
+    def deepstack_layers(self) -> list[int]:
+        return self.deepstack_visual_indexes
+
     @model_validator(mode="after")
     def _tables_fit(self) -> Qwen3VisionEncoderConfig:
         rows, indexes = self.max_position_embeddings, self.deepstack_visual_indexes

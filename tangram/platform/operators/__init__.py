@@ -6,9 +6,10 @@
 | ``swiglu`` | ``torch_npu.npu_swiglu`` | |
 | ``vision_rope`` | ``torch_npu.npu_rotary_mul`` | |
 | ``attention`` | ``torch_npu.npu_fusion_attention`` | torch's own, which is the plain one |
+| ``attention_block`` and its backward | | flash-attn 2.7 or newer, if it is installed and the type has 16 bits |
 """
 
-from tangram.platform.operators import plain
+from tangram.platform.operators import blocks, plain
 from tangram.platform.operators.operator import Fused, Operator
 
 _NPU = "tangram.platform.operators.npu"
@@ -29,7 +30,18 @@ vision_rope = Operator("vision_rope", plain.vision_rope, {"npu": Fused(_NPU, "to
 """``(query [s, heads, d], key [s, heads, d], cos [s, d], sin [s, d]) -> (query, key)``, computed in fp32"""
 attention = Operator("attention", plain.attention, {"npu": Fused(_NPU, "torch_npu", "npu_fusion_attention")})
 """``(query [b, heads, s, d], key [b, groups, s, d], value, mask [b, 1, s, s] or None, dropout, causal, scale) -> [b, heads, s, d]``"""
+_FLASH = "tangram.platform.operators.flash"
+attention_block = Operator(
+    "attention_block", blocks.attention_block, {"cuda": Fused(_FLASH, "flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_forward")}
+)
+"""``(query [b, s, heads, d], key [b, t, groups, d], value, lengths, mask, scale) -> (out, log-sum-exp [b, heads, s])``, of some of the keys"""
+attention_block_backward = Operator(
+    "attention_block_backward",
+    blocks.attention_block_backward,
+    {"cuda": Fused(_FLASH, "flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_backward")},
+)
+"""``(gradient, query, key, value, out, log-sum-exp, lengths, mask, scale) -> gradients of query, key and value``"""
 
-OPERATORS = {operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention)}
+OPERATORS = {operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention, attention_block, attention_block_backward)}
 
-__all__ = ["OPERATORS", "Fused", "Operator", "attention", "rms_norm", "swiglu", "vision_rope"]
+__all__ = ["OPERATORS", "Fused", "Operator", "attention", "attention_block", "attention_block_backward", "rms_norm", "swiglu", "vision_rope"]

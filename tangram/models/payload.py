@@ -1,0 +1,75 @@
+"""What a chunk of the pipeline hands to the next: hidden states, and the DeepStack features that layers further on still need.
+
+Several tensors travel as one flat tensor, one alone as itself. Their shapes are never sent: both sides compute them from the micro-batch.
+
+Source: Meng et al. 2024 (DeepStack).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tangram.config.model import ModelConfig
+from tangram.placement.topology import Chunk, Topology
+
+Shape = tuple[int, ...]
+
+
+def pending_features(model: ModelConfig, chunk: Chunk) -> int:
+    """DeepStack features that have been made when a micro-batch leaves ``chunk`` and are still to be added in a later one.
+
+    Feature k is added after text layer k, so text layers take them in the order in which the vision encoder makes them.
+    """
+    if model.image_encoder is None:
+        return 0
+    made = sum(block < chunk.vision.stop for block in model.image_encoder.vision_encoder.deepstack_layers)
+    return max(0, made - chunk.text.stop)
+
+
+def activation_shapes(topology: Topology, model: ModelConfig, position: int, batch: Mapping[str, Tensor | None]) -> tuple[Shape, ...]:
+    """Shapes of what the chunk at ``position`` hands to the next chunk for one micro-batch.
+
+    First the hidden states: text [s, b, h_text] once the text decoder has begun, tokens of images and videos [n, 1, h_text] after the
+    projector, their patches [n * merge^2, 1, h_vision] inside the vision encoder. Then each pending feature, [n, h_text]. Without images and
+    videos the vision path carries one blank cell, n = 1.
+
+    Args:
+        batch: at least ``input_ids`` [b, s] and, where the micro-batch has some, ``image_grid_thw`` and ``video_grid_thw``.
+    """
+    chunk, width = topology.order[position], model.text_decoder.hidden_size
+    encoder = model.image_encoder.vision_encoder if model.image_encoder is not None else None
+    cell = encoder.spatial_merge_size**2 if encoder is not None else 1
+    grids = [thw for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
+    patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
+    hidden: Shape
+    if chunk.has_text:
+        input_ids = batch["input_ids"]
+        assert input_ids is not None
+        rows, length = input_ids.shape
+        hidden = (length, rows, width)
+    else:
+        assert encoder is not None
+        hidden = (patches // cell, 1, width) if chunk.vision_last else (patches, 1, encoder.hidden_size)
+    return (hidden, *[(patches // cell, width)] * pending_features(model, chunk))
+
+
+def payload_shape(shapes: Sequence[Shape]) -> Shape:
+    """Shape of the tensor that ``pack`` makes of tensors of these shapes."""
+    return shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor that holds all, which must be of one dtype; gradients flow back to each."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def unpack(payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The tensors of which ``pack`` made ``payload``, as views."""
+    if len(shapes) == 1:
+        return [payload]
+    parts = payload.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
