@@ -1,8 +1,8 @@
 """Every way to split a model over four processes against one process: time of a step, memory and bytes sent per rank.
 
-A small Qwen2.5-VL, eight micro-batches of a picture and some text, of different lengths, a step. All splits are built and stepped in turn, round after round, one
-process among them, so that what the machine does besides reaches all. Ratios are medians over the rounds of a split's time to one process's
-time in the same round. On a machine with fewer cores than ranks a ratio says what the split costs, not what it gains.
+A small Qwen2.5-VL, eight micro-batches of a picture and some text, of different lengths, a step. All splits are built and stepped in turn,
+round after round, one process among them, so that what the machine does besides reaches all. Ratios are medians over the rounds of a split's
+time to one process's time in the same round. On a machine with fewer cores than ranks a ratio says what the split costs, not what it gains.
 
     python bench/parallel.py [--rounds 3] [--steps 3] [--json bench/results/parallel.json] [--only TP2]
 
@@ -179,11 +179,12 @@ def make_batch(model: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     assert model.image_encoder is not None and model.vision_start_token_id is not None
     encoder = model.image_encoder.vision_encoder
+    shown = [model.vision_start_token_id, *[model.img_context_token_id] * encoder.tokens((1, SIDE, SIDE))]
     rows, pixels = [], []
     for number in range(MICRO_BATCHES):
         words = torch.randint(0, VOCABULARY // 2, (150 + 25 * number,), generator=generator).tolist()
-        picture = [] if number % 4 == 3 else [model.vision_start_token_id, *[model.img_context_token_id] * (SIDE * SIDE // encoder.spatial_merge_size**2)]
-        pixels += [torch.randn(SIDE * SIDE, encoder.in_channels * encoder.temporal_patch_size * encoder.patch_size**2, generator=generator)] * bool(picture)
+        picture = [] if number % 4 == 3 else shown
+        pixels += [torch.randn(SIDE * SIDE, encoder.patch_width, generator=generator)] * bool(picture)
         rows.append((words[:50] + picture + words[50:], 50 + len(picture)))
     longest = max(len(ids) for ids, _ in rows)
     ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)

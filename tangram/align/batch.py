@@ -123,7 +123,7 @@ def _check_media(batch: Mapping[str, torch.Tensor], model: ModelConfig, kind: Me
         if model.image_encoder is None:
             raise DataError(f"{where}: the batch has {kind.name}s but the model has no image_encoder")
         vision = model.image_encoder.vision_encoder
-        grids, width = batch[kind.grids], vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        grids, width = batch[kind.grids], vision.patch_width
         if grids.dim() != 2 or grids.shape[1] != 3:
             raise DataError(f"{where}: {kind.grids} has shape {tuple(grids.shape)}; expected [{kind.name}s, 3]")
         wanted = (int(grids.prod(dim=1).sum()), width)
@@ -138,8 +138,8 @@ def media_per_row(batch: Mapping[str, torch.Tensor], model: ModelConfig, kind: M
     Raises:
         DataError: a row's placeholders are not a whole number of images or videos, or some of these are left over.
     """
-    merge = model.image_encoder.vision_encoder.spatial_merge_size**2 if model.image_encoder else 1
-    sizes = (batch[kind.grids].prod(dim=1) // merge).tolist() if kind.grids in batch else []
+    vision = model.image_encoder.vision_encoder if model.image_encoder else None
+    sizes = [vision.tokens((t, h, w)) for t, h, w in batch[kind.grids].tolist()] if vision and kind.grids in batch else []
     token_id = kind.token_id(model)
     counts, used = [], 0
     for row, ids in enumerate(batch["input_ids"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,16 +94,13 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
         if kind.grids in batch:
             assert model.image_encoder is not None
             vision = model.image_encoder.vision_encoder
-            width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            batch[kind.pixels] = torch.randn(int(batch[kind.grids].prod(dim=1).sum()), width, generator=generator)
+            batch[kind.pixels] = torch.randn(int(batch[kind.grids].prod(dim=1).sum()), vision.patch_width, generator=generator)
     return _tensors(batch)
 
 
 def fixed_grid(model: ModelConfig) -> Grid | None:
     """The grid of all pictures of a tower that takes one size; None: it takes many."""
-    vision = model.image_encoder.vision_encoder if model.image_encoder else None
-    side = getattr(vision, "image_size", None)
-    return None if side is None else (1, side // vision.patch_size, side // vision.patch_size)  # type: ignore[union-attr]
+    return model.image_encoder.vision_encoder.picture_grid if model.image_encoder else None
 
 
 def has_videos(model: ModelConfig) -> bool:
@@ -117,7 +113,7 @@ def _placeholders(model: ModelConfig, grid: Grid) -> list[int]:
     start = [] if model.vision_start_token_id is None else [model.vision_start_token_id]
     token_id = model.img_context_token_id if grid[0] == 1 else model.video_token_id
     assert token_id is not None
-    return [*start, *[token_id] * (math.prod(grid) // model.image_encoder.vision_encoder.spatial_merge_size**2)]
+    return [*start, *[token_id] * model.image_encoder.vision_encoder.tokens(grid)]
 
 
 def default_batch(hf_dir: Path, family: Family, model: ModelConfig) -> tuple[Tensors, str]:

@@ -6,6 +6,7 @@ Key names are those of MindSpeed-MM's model.json. A key is here only if it has a
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -17,6 +18,8 @@ from tangram.placement.topology import layer_grid
 Activation = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
 TokenDispatcher = Literal["alltoall", "allgather"]
+Grid = tuple[int, int, int]
+"""(t, h, w) of an image or video, in patches."""
 
 
 def _layer_list(value: Any) -> Any:
@@ -93,6 +96,35 @@ class VisionEncoderConfig(RecomputeKeys):
     def deepstack_layers(self) -> list[int]:
         """Global 0-based indexes of the blocks whose output a merger of their own brings to text layers 0, 1, ...; rising."""
         return []
+    # What data, pipeline and model ask of an encoder; a section of a family's own answers otherwise where its encoder does.
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of one patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def picture_grid(self) -> Grid | None:
+        """The grid of every picture, where the encoder takes one size; None: it takes many."""
+        return None
+
+    @property
+    def blank_grid(self) -> Grid:
+        """The grid of the picture that stands in where a micro-batch has none."""
+        return self.picture_grid or (1, self.spatial_merge_size, self.spatial_merge_size)
+
+    @property
+    def used_layers(self) -> int:
+        """Layers that the encoder's output needs; those after them are kept, but take no part."""
+        return self.num_layers
+
+    def places(self, grid: Grid) -> int:
+        """Hidden states that the encoder makes of an image or video: one per patch, and those that belong to none."""
+        return prod(grid)
+
+    def tokens(self, grid: Grid) -> int:
+        """Tokens that an image or video becomes in the text."""
+        return prod(grid) // self.spatial_merge_size**2
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> VisionEncoderConfig:

@@ -102,7 +102,7 @@ class ModelFlops:
             reached |= self._trained(rule)
         width = vision.num_attention_heads * vision.head_dim
         blocks = [rule for rule in rules if rule.place == "layer" and rule.layers is None]
-        for layer in range(used_layers(vision)):
+        for layer in range(vision.used_layers):
             windows = vision.fullatt_block_indexes is not None and layer not in vision.fullatt_block_indexes
             yield from self._layer(blocks, "places", "window_pairs" if windows else "frame_pairs", width, layer, reached)
             reached |= any(self._trained(rule, layer) for rule in blocks)
@@ -153,14 +153,6 @@ class ModelFlops:
         return any(self._trains(rule, source.name.replace("{i}", str(layer))) for source in rule.sources)
 
 
-def used_layers(vision: VisionEncoderConfig) -> int:
-    """Layers of the tower that its output needs; CLIP's last one may not be."""
-    taken = getattr(vision, "vision_feature_layer", None)
-    if taken is None:
-        return vision.num_layers
-    return int(taken) if taken >= 0 else vision.num_layers + 1 + int(taken)
-
-
 def counts_of(batch: Mapping[str, Any], model: ModelConfig) -> Counts:
     """What the micro-batch holds; places without a sample count nothing."""
     ends = batch.get("cu_seqlens")
@@ -175,14 +167,14 @@ def counts_of(batch: Mapping[str, Any], model: ModelConfig) -> Counts:
         return found
     vision = model.image_encoder.vision_encoder
     patches = sum(t * h * w for t, h, w in grids)
-    extra = int(getattr(vision, "add_class_token", False))
+    frames = [(t, vision.places((1, h, w))) for t, h, w in grids]
     return Counts(
         tokens=found.tokens,
         pairs=found.pairs,
         patches=patches,
-        places=patches + extra * sum(t for t, _, _ in grids),
-        cells=patches // vision.spatial_merge_size**2,
-        frame_pairs=sum(t * (h * w + extra) ** 2 for t, h, w in grids),
+        places=sum(t * places for t, places in frames),
+        cells=sum(map(vision.tokens, grids)),
+        frame_pairs=sum(t * places**2 for t, places in frames),
         window_pairs=sum(t * _window_squares(h, vision) * _window_squares(w, vision) for t, h, w in grids),
     )
 

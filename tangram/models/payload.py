@@ -34,17 +34,17 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     """Shapes of what the chunk at ``position`` hands to the next chunk for one micro-batch.
 
     First the hidden states: text [s, b, h_text] once the text decoder has begun, tokens of images and videos [n, 1, h_text] after the
-    projector, their patches [n * merge^2, 1, h_vision] inside the vision encoder. Then each pending feature, [n, h_text]. Without images and
-    videos the vision path carries one blank cell, n = 1.
+    projector, [places, 1, h_vision] inside the vision encoder, whose section says how many there are. Then each pending feature, [n, h_text].
+    Without images and videos the vision path carries a blank picture.
 
     Args:
         batch: at least ``input_ids`` [b, s] and, where the micro-batch has some, ``image_grid_thw`` and ``video_grid_thw``.
     """
     chunk, width = topology.order[position], model.text_decoder.hidden_size
     encoder = model.image_encoder.vision_encoder if model.image_encoder is not None else None
-    cell = encoder.spatial_merge_size**2 if encoder is not None else 1
-    grids = [thw for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
-    patches = sum(int(thw.prod(dim=-1).sum()) for thw in grids) or cell
+    given = [thw.tolist() for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
+    grids = [(t, h, w) for thw in given for t, h, w in thw] or ([encoder.blank_grid] if encoder is not None else [])
+    tokens = sum(map(encoder.tokens, grids)) if encoder is not None else 0
     hidden: Shape
     if chunk.has_text:
         input_ids = batch["input_ids"]
@@ -53,8 +53,8 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
         hidden = (length, rows, width)
     else:
         assert encoder is not None
-        hidden = (patches // cell, 1, width) if chunk.vision_last else (patches, 1, encoder.hidden_size)
-    return (hidden, *[(patches // cell, width)] * pending_features(model, chunk))
+        hidden = (tokens, 1, width) if chunk.vision_last else (sum(map(encoder.places, grids)), 1, encoder.hidden_size)
+    return (hidden, *[(tokens, width)] * pending_features(model, chunk))
 
 
 def payload_shape(shapes: Sequence[Shape]) -> Shape:

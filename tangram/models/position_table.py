@@ -8,7 +8,7 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
-from tangram.models.windows import Grid
+from tangram.config.model import Grid
 
 
 class PositionTable(nn.Module):

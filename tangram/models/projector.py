@@ -1,4 +1,4 @@
-"""The projector: merges neighbouring patches and maps them to the text decoder's width."""
+"""Projectors: from the vision encoder's width to the text decoder's, with or without a merge of neighbouring patches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,30 @@ from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.norms import NORMS
 
 
-class Projector(MegatronModule):
+class MLPProjector(MegatronModule):
+    """Two linears: [n, 1, input_size] -> [n, 1, hidden_size]."""
+
+    def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection) -> None:
+        super().__init__(config=get_model_config(section, options))
+        self.encoder = MLP(
+            self.config,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            input_size=self.width_in(section),
+            ffn_hidden_size=section.ffn_hidden_size,
+            tp_group=groups.tp,
+        )
+
+    @staticmethod
+    def width_in(section: VisionProjectorConfig) -> int:
+        """Width of what the first linear gets."""
+        return section.input_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out, bias = self.encoder(hidden)
+        return out if bias is None else out + bias
+
+
+class Projector(MLPProjector):
     """Norm over a patch, concatenation of each square of patches, two linears: [n * merge^2, 1, width] -> [n, 1, hidden_size].
 
     Args:
@@ -21,20 +44,15 @@ class Projector(MegatronModule):
     """
 
     def __init__(self, section: VisionProjectorConfig, options: BuildOptions, groups: ProcessGroupCollection, *, norm_merged: bool = False) -> None:
-        super().__init__(config=get_model_config(section, options))
+        super().__init__(section, options, groups)
         self.merged_size = section.ffn_hidden_size
         self.norm_size = section.ffn_hidden_size if norm_merged else section.input_size
         assert section.normalization is not None
         self.layernorm = NORMS[section.normalization](self.config, self.norm_size, section.layernorm_epsilon)
-        self.encoder = MLP(
-            self.config,
-            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            input_size=section.ffn_hidden_size,
-            ffn_hidden_size=section.ffn_hidden_size,
-            tp_group=groups.tp,
-        )
+
+    @staticmethod
+    def width_in(section: VisionProjectorConfig) -> int:
+        return section.ffn_hidden_size
 
     def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.layernorm(hidden.view(-1, 1, self.norm_size))
-        out, bias = self.encoder(normed.view(-1, 1, self.merged_size))
-        return out if bias is None else out + bias
+        return super().forward(self.layernorm(hidden.view(-1, 1, self.norm_size)).view(-1, 1, self.merged_size))

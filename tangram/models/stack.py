@@ -37,7 +37,7 @@ class LayerStack(MegatronModule):
     def forward(
         self,
         hidden: Tensor,
-        angles: Tensor,
+        angles: Tensor | None,
         plans: Sequence[SegmentPlan | None],
         features: Sequence[Tensor] = (),
         places: Tensor | None = None,
@@ -47,8 +47,8 @@ class LayerStack(MegatronModule):
 
         Args:
             hidden: [s, b, h].
-            angles: [s, b, 1, head_dim], rotary angles.
-            plans: one per layer of this stack.
+            angles: [s, b, 1, head_dim], rotary angles; None: positions are in the hidden states already.
+            plans: one for each of the stack's first layers; those after them take no part.
             features: what is added after the first layers of this stack, one [n, h] for each.
             places: [n], where; see ``add_rows``.
             routing: what experts must know of the micro-batch.
@@ -58,7 +58,7 @@ class LayerStack(MegatronModule):
         """
 
         def run(first: int, last: int) -> Callable[..., tuple[Tensor, ...]]:
-            def forward(hidden: Tensor, angles: Tensor, *features: Tensor) -> tuple[Tensor, ...]:
+            def forward(hidden: Tensor, angles: Tensor | None, *features: Tensor) -> tuple[Tensor, ...]:
                 made = []
                 for layer, plan, rows in zip_longest(self.layers[first:last], plans[first:last], features):
                     hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=plan, padding_mask=routing)
@@ -73,7 +73,7 @@ class LayerStack(MegatronModule):
             return forward
 
         made: list[Tensor] = []
-        for first, last, recompute in self._runs():
+        for first, last, recompute in self._runs(len(plans)):
             arguments = (hidden, angles, *features[first:last])
             if recompute:
                 hidden, *more = tensor_parallel.checkpoint(run(first, last), False, *arguments)
@@ -82,9 +82,9 @@ class LayerStack(MegatronModule):
             made += more
         return hidden, made
 
-    def _runs(self) -> Iterator[tuple[int, int, bool]]:
-        """First and last layer (local, exclusive) of what runs at once, and whether its activations are computed again."""
-        count, step = len(self.layers), self.config.recompute_num_layers
+    def _runs(self, count: int) -> Iterator[tuple[int, int, bool]]:
+        """Of the first ``count`` layers: first and last (local, exclusive) of what runs at once, and whether its activations are computed again."""
+        step = self.config.recompute_num_layers
         if self.config.recompute_granularity != "full" or not self.training:
             yield 0, count, False
         elif self.config.recompute_method == "uniform":

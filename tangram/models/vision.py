@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tangram.config.model import VisionEncoderConfig, VisionProjectorConfig
+from tangram.config.model import Grid, VisionEncoderConfig, VisionProjectorConfig
 from tangram.families.qwen3_vl.config import Qwen3VisionEncoderConfig
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
@@ -20,7 +20,7 @@ from tangram.models.projector import Projector
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import vision_angles
 from tangram.models.stack import LayerStack
-from tangram.models.windows import Grid, frame_lengths, window_order
+from tangram.models.windows import frame_lengths, window_order
 
 
 class PatchProjection(nn.Conv3d):
@@ -99,6 +99,14 @@ class VisionEncoder(MegatronModule):
             hidden = hidden if order is None else hidden[order]
         hidden, made = self.blocks(hidden, angles if order is None else angles[order], plans)
         return (hidden, *(self.restore_order(rows, grids)[:, 0] for rows in made)) if made else hidden
+
+    def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """What the projector gets: all that the last layer gives."""
+        return hidden
+
+    def idle_parameters(self) -> Iterator[nn.Parameter]:
+        """None: every parameter takes part."""
+        return iter(())
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Put the projector's rows [cells, 1, h] back in raster order."""

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from tangram.config.model import ImageEncoderConfig, ModelConfig
+from tangram.config.model import Grid, ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
@@ -23,7 +23,6 @@ from tangram.models.experts import routing_of
 from tangram.models.media import media_places, put_rows
 from tangram.models.payload import activation_shapes, pack, unpack
 from tangram.models.registry import find_component
-from tangram.models.windows import Grid
 from tangram.placement.topology import Chunk, Topology
 
 
@@ -45,15 +44,20 @@ class ImageEncoder(MegatronModule):
             self.projector = find_component(projector)(projector, options, groups)
 
     def forward(self, hidden: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
-        """Pixels or the previous stage's output -> hidden states [n, 1, h_vision] or, at the end, image tokens [n / merge^2, 1, h_text]; and the
-        DeepStack features [n / merge^2, h_text] made here."""
+        """Pixels or the previous stage's output -> hidden states [places, 1, h_vision] or, at the end, media tokens [n, 1, h_text]; and the
+        DeepStack features [n, h_text] made here."""
         answer = self.encoder(hidden, grids)
         hidden, *features = answer if isinstance(answer, tuple) else (answer,)
-        return self.encoder.restore_order(self.projector(hidden), grids) if self.post_process else hidden, features
+        if self.post_process:
+            hidden = self.encoder.restore_order(self.projector(self.encoder.features(hidden, grids)), grids)
+        return hidden, features
 
     def freeze(self, freeze_encoder: bool = False, freeze_projector: bool = False) -> None:
-        """Take the encoder's or the projector's parameters out of training."""
+        """Take the encoder's or the projector's parameters out of training; those that take no part are never in it."""
         _freeze(self.encoder, freeze_encoder)
+        for parameter in self.encoder.idle_parameters():
+            parameter.requires_grad_(False)
+            parameter.idle = not freeze_encoder
         if self.post_process:
             _freeze(self.projector, freeze_projector)
 
@@ -192,14 +196,13 @@ class VLMModel(MegatronModule):
         return hidden, features
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision path on all images, then all videos; without any on a blank cell, so that collectives match over ranks and
+        """Run the vision path on all images, then all videos; without any on a blank picture, so that collectives match over ranks and
         micro-batches. See ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
         section = self.image_encoder.section.vision_encoder
         if not grids:
-            side = section.spatial_merge_size
-            grids = [(1, side, side)]
-            pixels = [torch.zeros(side * side, section.in_channels * section.temporal_patch_size * section.patch_size**2, device=device)]
+            grids = [section.blank_grid]
+            pixels = [torch.zeros(math.prod(section.blank_grid), section.patch_width, device=device)]
         assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
         hidden = torch.cat(pixels) if self.chunk.vision_first else hidden
         assert hidden is not None
@@ -219,7 +222,7 @@ class VLMModel(MegatronModule):
     def _tokens(self, grids: list[Grid]) -> int:
         if self.model.image_encoder is None:
             return 0
-        return sum(math.prod(grid) for grid in grids) // self.model.image_encoder.vision_encoder.spatial_merge_size**2
+        return sum(map(self.model.image_encoder.vision_encoder.tokens, grids))
 
     def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None) -> dict[str, Tensor]:
         rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Grid = tuple[int, int, int]
-"""(t, h, w) of an image or video, in patches."""
+from tangram.config.model import Grid
 
 
 def frame_lengths(grids: Sequence[Grid]) -> list[int]:

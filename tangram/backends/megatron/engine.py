@@ -340,7 +340,8 @@ class MegatronEngine:
         return self._canonical(lambda parameter: parameter.detach())
 
     def canonical_gradients(self) -> Iterator[CanonicalTensor]:
-        """This rank's gradients, fp32, of the loss that ``forward_backward`` returned; none for frozen parameters. Collective."""
+        """This rank's gradients, fp32, of the loss that ``forward_backward`` returned: none for frozen parameters, zeros for those that take no
+        part (``idle_parameters`` of a vision encoder). Collective."""
         from tangram.backends.megatron.gradients import gather_gradients
 
         assert self._loss is not None, "canonical_gradients() follows forward_backward() and goes before step()"
@@ -350,6 +351,8 @@ class MegatronEngine:
         scale = self.loss_scale
 
         def gradient(parameter: Any) -> Tensor:
+            if getattr(parameter, "idle", False):
+                return torch.zeros_like(parameter, dtype=torch.float32)
             return parameter.main_grad / scale if scale != 1 else parameter.main_grad
 
         return self._canonical(gradient, trainable_only=True)
@@ -357,7 +360,7 @@ class MegatronEngine:
     def _canonical(self, value: Callable[[nn.Parameter], Tensor], trainable_only: bool = False) -> Iterator[CanonicalTensor]:
         for _, placement, parameters in self.chunks:
             for name, tensor in placement.tensors.items():
-                if trainable_only and not parameters[name].requires_grad:
+                if trainable_only and not (parameters[name].requires_grad or getattr(parameters[name], "idle", False)):
                     continue
                 whole = value(parameters[name])
                 for block in tensor.blocks:

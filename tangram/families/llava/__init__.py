@@ -1,6 +1,6 @@
 """LLaVA-1.5 (7B): a CLIP tower with learned positions, two linears, and a Llama decoder.
 
-The fsdp2 backend trains it; its weights can be converted and inspected.
+Both backends train it.
 """
 
 from tangram.families.base import Family
@@ -19,7 +19,7 @@ LLAVA = Family(
     rope_index=rope_index,
     template="llava",
     tiny=write_tiny,
-    backends=("fsdp2",),
+    backends=("megatron", "fsdp2"),
     # The tower's keys are vision_tower.vision_model.* on the hub and in transformers 4.57, vision_tower.* in files of 5.x.
     from_hub=(
         (r"^(model\.)?vision_tower\.(vision_model\.)?", "model.vision_tower."),

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from tangram.config.model import ImageEncoderConfig, ModelConfig, TextDecoderConfig, VisionEncoderConfig
+from tangram.config.model import Grid, ImageEncoderConfig, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.parsing import parse_section
 from tangram.errors import ConfigError
 from tangram.families.qwen2_vl.config import HFConfig, Reader
@@ -64,9 +64,21 @@ class ClipEncoderConfig(VisionEncoderConfig):
     """Whose output the projector gets, counted as transformers counts hidden states: -1 is the last layer's, -2 the one's before."""
 
     @property
+    def picture_grid(self) -> Grid:
+        return (1, self.image_size // self.patch_size, self.image_size // self.patch_size)
+
+    @property
     def positions(self) -> int:
         """Rows of the position embedding: one per patch, and one for the class token."""
-        return (self.image_size // self.patch_size) ** 2 + int(self.add_class_token)
+        return self.places(self.picture_grid)
+
+    @property
+    def used_layers(self) -> int:
+        """Those up to ``vision_feature_layer``."""
+        return self.vision_feature_layer if self.vision_feature_layer >= 0 else self.num_layers + 1 + self.vision_feature_layer
+
+    def places(self, grid: Grid) -> int:
+        return super().places(grid) + int(self.add_class_token)
 
     @model_validator(mode="after")
     def _picture_fits(self) -> ClipEncoderConfig:
