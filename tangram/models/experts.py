@@ -17,7 +17,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+    z_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -82,8 +88,12 @@ class Router(TopKRouter):
         """Logits in fp32. Core's own product names a kernel of TransformerEngine, which is not always there."""
         return nn.functional.linear(input.float(), self.weight.float())
 
-    def attach_and_log_load_balancing_loss(self, activation: Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any) -> Tensor:
-        return super().attach_and_log_load_balancing_loss(activation, *args, valid_token_count=self._weight(), **kwargs)
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        weighted = aux_loss * self._weight()
+        save_to_aux_losses_tracker(aux_loss_name, weighted / aux_loss_coeff, self.layer_number, self.config.num_layers)
+        return MoEAuxLossAutoScaler.apply(activation, weighted)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The mean squared log-sum-exp of real tokens' logits (Zoph et al. 2022), weighed as the load-balancing loss."""
@@ -91,13 +101,20 @@ class Router(TopKRouter):
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
         loss = z_loss_func(logits, coefficient / self.tp_cp_group.size(), padding_mask=padding_mask)
-        save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, self.config.num_layers, reduce_group=self.tp_cp_group)
         return MoEAuxLossAutoScaler.apply(logits, loss * self._weight())
 
     def _weight(self) -> Tensor:
         if self.routing_of_batch is None or self.routing_of_batch.weight is None:
             raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); megatron.forward.get_batch passes it on")
         return self.routing_of_batch.weight
+
+
+def take_load_balancing() -> float:
+    """What this rank's routers made of load-balancing losses since the last call, without their weight, times what their micro-batches count."""
+    values = get_moe_layer_wise_logging_tracker().get("load_balancing_loss", {}).get("values")
+    total = 0.0 if values is None else float(values.sum())
+    clear_aux_losses_tracker()
+    return total
 
 
 class PaddedAllGather(MoEAllGatherTokenDispatcher):
