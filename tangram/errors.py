@@ -30,6 +30,10 @@ class DataError(TangramError):
     """A dataset, sample or media file that cannot be used."""
 
 
+class DivergedError(TangramError):
+    """Training that changes no weight, since losses or gradients are not finite."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the nearest of ``known``, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

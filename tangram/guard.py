@@ -34,6 +34,9 @@ MACHINE_FAULTS = frozenset(
 )
 """System errors whose mend is another path, its permissions, or free space."""
 
+TRACEBACK = "TANGRAM_TRACEBACK"
+"""Environment switch: 1 prints the stack trace before the line of a fault that the user can mend, as for an error in a plug-in."""
+
 before_leaving: list[Callable[[], object]] = []
 """Called between the report of a fault and the end of a launched process."""
 
@@ -84,6 +87,8 @@ def guarded(program: str, action: Callable[[], int], user_fault: int = USER_FAUL
 
 
 def _report(program: str, message: str) -> None:
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exc()
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         time.sleep(GRACE_SECONDS)

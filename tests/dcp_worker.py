@@ -1,6 +1,6 @@
 """One rank of the multi-process checkpoint tests: real megatron-core DDP and optimizers over the toy model.
 
-``python -m tests.dcp_worker SCENARIO FOLDER`` with RANK, WORLD_SIZE and a rendezvous in the environment.
+``dcp_worker.py SCENARIO FOLDER`` with RANK, WORLD_SIZE and a rendezvous in the environment.
 """
 
 from __future__ import annotations

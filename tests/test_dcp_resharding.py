@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,31 +12,23 @@ import torch.distributed.checkpoint as dcp
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.errors import CheckpointError
 from tests import dcp_toy
+from tests.trial import start
 
-ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
-def launch(scenario: str, ranks: int, folder: Path) -> list[int]:
+def launch(scenario: str, ranks: int, folder: Path) -> list[int | None]:
     """Run a scenario of ``dcp_worker`` and return the ranks' exit codes; a failing rank's output is shown."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.dcp_worker", scenario, str(folder)]
-    logs = [folder.parent / f"{scenario}_{rank}.log" for rank in range(ranks)]
-    workers = []
+    launched = start(folder.parent / scenario, [str(Path(__file__).with_name("dcp_worker.py")), scenario, str(folder)], ranks)
     try:
-        for rank, path in enumerate(logs):
-            with path.open("w") as log:
-                workers.append(subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT))
-        codes = [worker.wait(timeout=800) for worker in workers]
+        for process in launched.processes:
+            process.join()
+        codes = [process.exitcode for process in launched.processes]
     finally:
-        for worker in workers:
-            worker.kill()
-    for code, path in zip(codes, logs, strict=True):
+        launched.kill()
+    for rank, code in enumerate(codes):
         if code:
-            print(f"--- {path.name}: {code}\n{path.read_text()[-3000:]}")
+            print(f"--- {scenario}, rank {rank}: {code}\n{launched.output(rank)[-3000:]}")
     return codes
 
 

@@ -169,14 +169,14 @@ class Launch:
                 os.kill(process.pid or 0, number)
 
     def finish(self, seconds: float = PATIENCE) -> Outcome:
-        """Wait; once a rank has failed the others get ten seconds, and what then still runs is killed and told as None."""
+        """Wait; once a rank has failed the others get a minute, and what then still runs is killed and told as None."""
         deadline = time.monotonic() + seconds
         failed_at = None
         while any(process.is_alive() for process in self.processes):
             now = time.monotonic()
             if failed_at is None and any(process.exitcode for process in self.processes):
                 failed_at = now
-            if now > deadline or (failed_at is not None and now > failed_at + 10):
+            if now > deadline or (failed_at is not None and now > failed_at + 60):
                 break
             time.sleep(0.01)
         codes = [process.exitcode for process in self.processes]

@@ -1,4 +1,4 @@
-"""One process of the split model: ``torchrun -m tangram.align.worker TASKS.json``."""
+"""One process of the split model: ``main([TASKS.json])`` on each rank, which ``tangram.align.launch`` starts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_task(task: Task, rank: int) -> None:
     load_plugins(task.plugins)
     run = task.run_config()
     os.environ["WORLD_SIZE"] = str(task.split.processes)
-    # Tasks of one launch have process groups of different sizes, so they do not meet at torchrun's own store.
+    # Tasks of one launch have process groups of different sizes, so they do not meet at one address.
     dist.init_process_group(
         run.parallel.distributed_backend or current().communication_backend,
         init_method=f"file://{task.folder.resolve()}/rendezvous",
@@ -159,7 +159,3 @@ def _train(engine: RunnableEngine, mine: list[dict[str, Any]], task: Task, rank:
 
 def _write_result(task: Task, result: dict[str, Any]) -> None:
     (task.folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

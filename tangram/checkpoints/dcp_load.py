@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tangram.checkpoints.dcp_blocks import block_piece, flat_pieces
+from tangram.checkpoints.dcp_blocks import BlockTensor, block_piece, flat_pieces
 from tangram.checkpoints.dcp_planner import check_entries, check_model_names, whole_moments
 from tangram.checkpoints.dcp_ranks import rank
 from tangram.checkpoints.dcp_state import (
@@ -123,6 +123,24 @@ class LoadPlan:
     def add_bytes(self, key: str) -> None:
         """Read an entry of bytes whose length the checkpoint knows."""
         self.entries[key] = torch.empty(self.stored[key].size, dtype=torch.uint8)  # type: ignore[union-attr]
+
+    def check_finite(self) -> None:
+        """Refuse what was read where no loss could come of it: every step would be skipped.
+
+        Raises:
+            CheckpointError: a weight, a moment or a master is NaN or infinite.
+        """
+        for key, entry in self.entries.items():
+            kind, name = split_key(key)
+            if kind == "model" and optimizer_key(MASTER, name) in self.entries:
+                continue  # the master takes its place
+            parts = [piece.data for piece in entry.pieces] if isinstance(entry, BlockTensor) else [entry]
+            bad = sum(part.numel() - int(part.isfinite().sum()) for part in parts)
+            if bad:
+                raise CheckpointError(
+                    f"{self.where}: {bad} of {sum(part.numel() for part in parts)} elements of {key} on this rank are NaN or infinite; the run that "
+                    "saved it diverged, give an earlier checkpoint"
+                )
 
     def finish(self) -> None:
         """Set steps, derive masters and clear padding, once the entries are read.

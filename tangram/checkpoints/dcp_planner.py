@@ -155,6 +155,10 @@ class SafeReader(FileSystemReader):
         return part
 
 
+class _Refused(pickle.UnpicklingError):
+    """A pickle asks for something that could run code."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Exact names only: a dotted name would reach what a module imports."""
 
@@ -174,14 +178,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 (Debian 12) writes a member of an enum
             return _member
-        raise pickle.UnpicklingError(f"refused to load {module}.{name}")
+        raise _Refused(f"refers to {module}.{name}")
 
 
 def _member(owner: Any, name: Any) -> Any:
     """A member of an enum by its name, and nothing else that ``getattr`` gives."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
-    raise pickle.UnpicklingError(f"refused to load attribute {name!r} of {owner!r}")
+    raise _Refused(f"refers to attribute {name!r} of {owner!r}")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -198,6 +202,11 @@ def read_metadata(folder: Path) -> Metadata:
         fault = _fault_of(metadata)
     except CheckpointError:
         raise
+    except _Refused as error:
+        raise CheckpointError(
+            f"{path}: {error}, which no training checkpoint needs; it was not written by Tangram, or has been tampered with: take it from where it "
+            "was saved"
+        ) from None
     except Exception as error:  # a damaged pickle fails in any way
         raise CheckpointError(f"{path}: damaged: {_one_line(error)}; use another checkpoint") from None
     if fault:

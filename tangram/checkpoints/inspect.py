@@ -273,7 +273,7 @@ def _describe_training(found: Inspection, path: Path, hf_dir: str | Path | None)
         folder = find_checkpoint(path)
         manifest = read_training_manifest(folder)
         found.step, found.optimizer, found.family = manifest.step, manifest.optimizer, manifest.family
-        found.split = dict(manifest.split)
+        found.split = _of_training(manifest.split)
         found.facts |= {"folder": folder.name, "samples": manifest.consumed_samples, "seed": manifest.seed, "written by": dict(manifest.packages)}
         config = manifest.hf_config or (read_mapping(Path(hf_dir, "config.json")) if hf_dir is not None else None)
         if config:
@@ -294,6 +294,13 @@ def _describe_training(found: Inspection, path: Path, hf_dir: str | Path | None)
         if model is not None and family is not None:
             shapes = canonical_shapes(family.tensor_table(model, model.text_decoder.vocab_size), whole(model))
             check_model_names(metadata, shapes, str(folder))
+
+
+def _of_training(split: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes of the backend that wrote it. The fsdp2 backend splits no layers: what its manifests say of stages stands for none."""
+    if "fully_shard" not in split:
+        return dict(split)
+    return {name: size for name, size in split.items() if name not in ("tensor", "pipeline", "virtual", "vit_pp_layers", "llm_pp_layers")}
 
 
 def _check_data_files(found: Inspection, folder: Path, reader: SafeReader) -> None:

@@ -188,7 +188,8 @@ class CheckpointManager:
             path: the folder of one checkpoint, or the folder of checkpoints, of which the newest is taken.
 
         Raises:
-            CheckpointError: on every rank. No checkpoint, damaged, of another model, dtype, tokenizer, dataset or seed, or partial.
+            CheckpointError: on every rank. No checkpoint, damaged, of another model, dtype, tokenizer, dataset or seed, partial, or of a run
+                that had diverged.
         """
         began = time.monotonic()
         folder, manifest = on_coordinator(lambda: self._open(path))
@@ -225,6 +226,7 @@ class CheckpointManager:
         return plan
 
     def _apply(self, plan: LoadPlan, manifest: Manifest, targets: Sequence[LocalChunk]) -> None:
+        plan.check_finite()
         stored_types.loaded(self.chunks, targets, plan.masters)
         plan.finish()
         if self.optimizer is not None and not self.no_load_optim:

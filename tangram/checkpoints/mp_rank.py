@@ -19,7 +19,7 @@ import torch
 from tangram.checkpoints.copier import LocalSource, check_sources, check_tiling, local_dtype, read_local, show
 from tangram.checkpoints.engine import PlannedFile, PlannedTensor, peak_memory, write_files
 from tangram.checkpoints.find_split import RANK_FOLDER
-from tangram.checkpoints.load_hf import LoadReport, Parameters, pair_up
+from tangram.checkpoints.load_hf import LoadReport, Parameters, check_finite, pair_up
 from tangram.checkpoints.manifest import Manifest, check_manifest, read_manifest
 from tangram.checkpoints.rank_file import MODEL_KEY, load_rank_file
 from tangram.checkpoints.reader import CanonicalReader, TensorInfo, files_identity, identity_of
@@ -232,7 +232,8 @@ def load_mm(
         padded_vocab: the run's, compared with the manifest's where given.
 
     Raises:
-        CheckpointError: the manifest or the files are of another split, a file is damaged, or a shape or type differs.
+        CheckpointError: the manifest or the files are of another split, a file is damaged, a shape or type differs, or a weight is NaN or
+            infinite.
         PlacementError: missing or unexpected tensors.
     """
     if directory.manifest is not None:
@@ -250,6 +251,7 @@ def load_mm(
         _copy_local(layout, parameter, value, where, cast)
         elements += parameter.numel()
         read += value.nbytes
+    check_finite(placements, parameters, where)
     tied = None if model.text_decoder.untie_embeddings_and_output_weights else "output_layer: tied to word_embeddings"
     return LoadReport(parameters=len(pairs), elements=elements, bytes=read, tied=tied)
 

@@ -36,11 +36,14 @@ def run(args: argparse.Namespace) -> int:
 
     if args.nproc_per_node is not None and args.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node {args.nproc_per_node} must be at least 1")
-    config = read_run(args.run_file, args.overrides)
     if "RANK" in os.environ:
         if args.nproc_per_node is not None:
             raise ConfigError("--nproc-per-node is for a launch without torchrun; remove it")
-        return _train(config)
+        from tangram.training.failure import SharedFailure
+
+        with SharedFailure():
+            return _train(read_run(args.run_file, args.overrides))
+    config = read_run(args.run_file, args.overrides)
     processes = args.nproc_per_node or _needed(config)
     if processes == 1:
         return _train(config)

@@ -6,6 +6,7 @@ alone is read from here (``run.fsdp2``).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,14 @@ def _resolve_plugin(value: str, info: ValidationInfo) -> str:
     path = Path(base or "", Path(value).expanduser())
     is_path = value.endswith(".py") or value.startswith((".", "~", "/")) or path.exists()
     return str(path.resolve()) if is_path and base else value
+
+
+def _expression(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is no regular expression ({error}); correct it") from None
+    return value
 
 
 Names = Annotated[list[str], BeforeValidator(_listed)]
@@ -187,7 +196,7 @@ class Fsdp2Data(DataConfig):
 
 
 class LrScale(Section):
-    match: str
+    match: Annotated[str, AfterValidator(_expression)]
     """Regular expression for the beginning of a parameter's name (Python's ``re.match``); the first that matches counts."""
     scale: float = Field(default=1.0, gt=0)
     """Factor of the learning rate."""

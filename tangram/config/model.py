@@ -17,9 +17,9 @@ from tangram.placement.topology import layer_grid
 
 Activation = Literal["silu", "quick_gelu", "gelu", "gelu_pytorch_tanh"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
-TokenDispatcher = Literal["alltoall", "allgather"]
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video, in patches."""
+TokenDispatcher = Literal["alltoall", "allgather"]
 
 
 def _layer_list(value: Any) -> Any:

@@ -8,7 +8,6 @@ them says its ``collate_fn(samples)``, or, where it has none, ``collate``.
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -22,6 +21,7 @@ from tangram.data.orders.choice import training_order, validation_order
 from tangram.data.sampler import PADDING, Row
 from tangram.data.source import MicroBatchSource, Reading
 from tangram.errors import ConfigError, DataError
+from tangram.families.plugins import told
 from tangram.families.registry import data_register
 
 FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
@@ -72,7 +72,7 @@ def _built(content: str) -> tuple[Any, Any | None]:
     try:
         made = build(data.basic_parameters, data.preprocess_parameters, data)
     except Exception as error:
-        raise DataError(f"{where}: building it failed: {_told(error)}") from error
+        raise DataError(f"{where}: building it failed: {told(error)}") from error
     train, valid = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for dataset in (train, *([valid] if valid is not None else [])):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -128,7 +128,7 @@ class OwnSource:
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:
-            raise DataError(f"{where}: collating them failed: {_told(error)}") from error
+            raise DataError(f"{where}: collating them failed: {told(error)}") from error
         if getattr(batch.get("labels"), "ndim", None) != 2:
             raise DataError(f"{where}: a micro-batch needs labels, a tensor [rows, tokens], and these gave {_shape(batch.get('labels'))}")
         return Reading({**batch, "sample_ids": ids}, 0)
@@ -141,7 +141,7 @@ class OwnSource:
         try:
             sample = self.dataset[number]
         except Exception as error:
-            raise DataError(f"{where}: {_told(error)}") from error
+            raise DataError(f"{where}: {told(error)}") from error
         if not isinstance(sample, Mapping) or "labels" not in sample:
             what = f"a mapping without labels ({', '.join(map(str, sample))})" if isinstance(sample, Mapping) else type(sample).__name__
             raise DataError(f"{where}: it is {what}; a sample maps names, labels among them, to tensors or lists")
@@ -184,10 +184,3 @@ def collate(samples: Sequence[Sample], pad_to_multiple_of: int = 1) -> dict[str,
 
 def _shape(value: Any) -> str:
     return "nothing" if value is None else str(list(value.shape)) if hasattr(value, "shape") else type(value).__name__
-
-
-def _told(error: BaseException) -> str:
-    """Kind, text and innermost line of an error in a plug-in."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 Place = tuple[int, int]
 """Number of the file, and of the record in it."""
+_told: set[tuple[str, str]] = set()
+"""Files and how they are written, as this process has logged them. A run opens its datasets several times."""
 
 
 class StoredSamples:
@@ -145,9 +147,11 @@ class StoredSamples:
             self._readers.append(reader)
 
     def _say(self, path: str, reader: RecordReader) -> None:
-        if str(reader) not in self._said:
-            self._said.add(str(reader))
-            logger.info("%s: %s", path, reader)
+        how = str(reader)
+        if how not in self._said and (path, how) not in _told:
+            logger.info("%s: %s", path, how)
+        self._said.add(how)
+        _told.add((path, how))
 
     def _conversation(self, index: int, file: int, record: int, content: Record) -> Conversation:
         reader = self._readers[file]

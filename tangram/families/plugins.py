@@ -8,11 +8,15 @@ import importlib.util
 import pkgutil
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from tangram.errors import ConfigError
+
+_NOT_OF_THE_USER = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('purelib')}/", f"{sysconfig.get_path('stdlib')}/", "<frozen")
+"""Beginnings of paths."""
 
 
 def load_plugins(paths: Iterable[str | Path]) -> None:
@@ -74,6 +78,17 @@ def _load(path: Path) -> None:
         for loaded in [n for n in sys.modules if n == name or n.startswith(f"{name}.")]:
             del sys.modules[loaded]
         raise ConfigError(f"plug-in {path}: {_place(error, package or source)}{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def told(error: BaseException) -> str:
+    """Kind, text and line of an error in code that the user brings: ``KeyError: 'no' (my_data.py, line 3)``.
+
+    The line is the innermost one that neither Tangram nor an installed package has written, so long as there is one.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_THE_USER)]
+    line = f" ({Path((own or frames)[-1].filename).name}, line {(own or frames)[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"
 
 
 def _entry_file(path: Path) -> Path:

@@ -47,14 +47,12 @@ def chunked_loss(
     Raises:
         ConfigError: sizes or types that do not fit, a target outside the vocabulary, or a weight of which this rank holds a shard only.
     """
-    size, rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
-    vocab_size = weight.shape[0] * size if vocab_size is None else vocab_size
-    _check(hidden, weight, targets, token_weights, chunk_size, bias, vocab_size)
-    split = _Split(chunk_size, rank * weight.shape[0], vocab_size, tp_group)
+    split = _Split.of(weight, chunk_size, vocab_size, tp_group)
+    _check(hidden, weight, targets, token_weights, bias, split)
     return _ChunkedLoss.apply(hidden, weight, bias, targets, token_weights, split, torch.is_grad_enabled())
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, chunk_size: int, bias: Tensor | None, vocab_size: int) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, bias: Tensor | None, split: _Split) -> None:
     if isinstance(weight, DTensor) or isinstance(bias, DTensor):
         raise ConfigError("the head's weight is a shard outside of the head's forward; call the head module, so that FSDP gathers it")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -66,13 +64,13 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tenso
         )
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         raise ConfigError(f"hidden states are {hidden.dtype}, the head is {weight.dtype}; cast one to the other's type")
-    if chunk_size < 1:
-        raise ConfigError(f"chunk size {chunk_size} is not positive; give the number of tokens at a time")
+    if split.chunk_size < 1:
+        raise ConfigError(f"chunk size {split.chunk_size} is not positive; give the number of tokens at a time")
     if targets.numel():
         # Of ranks that share a vocabulary none would hold such a target, and its loss would be finite and wrong.
         low, high = (int(bound) for bound in targets.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ConfigError(f"targets reach from {low} to {high}, the vocabulary has {vocab_size} entries; leave ignored positions out")
+        if low < 0 or high >= split.vocab_size:
+            raise ConfigError(f"targets reach from {low} to {high}, the vocabulary has {split.vocab_size} entries; leave ignored positions out")
 
 
 def chunked_token_losses(
@@ -91,11 +89,9 @@ def chunked_token_losses(
 
     Args and Raises: as ``chunked_loss``.
     """
-    size, rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
-    vocab_size = weight.shape[0] * size if vocab_size is None else vocab_size
+    split = _Split.of(weight, chunk_size, vocab_size, tp_group)
     ones = torch.ones_like(targets, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    _check(hidden, weight, targets, ones, chunk_size, None, vocab_size)
-    split = _Split(chunk_size, rank * weight.shape[0], vocab_size, tp_group)
+    _check(hidden, weight, targets, ones, None, split)
     return _TokenLosses.apply(hidden, weight, targets, ones, split, torch.is_grad_enabled())
 
 
@@ -106,6 +102,12 @@ class _Split(NamedTuple):
     first: int
     vocab_size: int
     group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, weight: Tensor, chunk_size: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> _Split:
+        """Of a head's weight; see ``chunked_loss``."""
+        size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        return cls(chunk_size, rank * weight.shape[0], weight.shape[0] * size if vocab_size is None else vocab_size, group)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -39,7 +39,6 @@ from tangram.families.unknown import unknown_family
 from tangram.platform import current
 from tangram.training.context import Context, get_context, set_context
 from tangram.training.determinism import make_deterministic
-from tangram.training.failure import SharedFailure
 from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
@@ -74,7 +73,7 @@ class Callbacks:
 
 
 def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Namespace | None = None) -> Progress:
-    """Train in this process, one of ``WORLD_SIZE`` (torchrun) or the only one.
+    """Train in this process, one of ``WORLD_SIZE`` (torchrun) or the only one. To be called within a ``SharedFailure``.
 
     Raises:
         TangramError: whatever ``tangram check`` would find, and faults of weights or data found later.
@@ -91,8 +90,7 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     set_context(context)
     try:
         engine = build_engine(run, callbacks)
-        with SharedFailure():
-            progress = _train(run, engine, context, callbacks.datasets or default_datasets)
+        progress = _train(run, engine, context, callbacks.datasets or default_datasets)
         engine.close()
         return progress
     except Exception:

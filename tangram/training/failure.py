@@ -7,10 +7,12 @@ import re
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 
+from tangram.errors import ConfigError
 from tangram.guard import GRACE_SECONDS, before_leaving
 
 POLL_SECONDS = 0.25
@@ -18,6 +20,8 @@ LEAVE_SECONDS = GRACE_SECONDS + 0.5
 """From a failure to the exit of the other ranks: the failed one prints its line meanwhile, and stays until they have gone, since a closed
 connection would make them fail too."""
 FAILED = 1
+PATIENCE = timedelta(minutes=30)
+"""For the process that holds the store, which starts where and when the launcher likes."""
 
 
 class SharedFailure:
@@ -26,7 +30,7 @@ class SharedFailure:
     The first rank to fail raises on, and so prints; a rank that fails after it, or waits for it, leaves without a word. One that was killed
     says nothing, so the first that misses it says so, in place of the trace of its own collective. A collective that
     misses a rank can wait for many minutes, and torchrun's SIGTERM means "save and stop" to the loop, so ranks must hear of it by other ways:
-    a key in the launch's store, watched by a thread. To be entered once the process group is there.
+    a key in the launch's store, watched by a thread. To be entered before anything that can fail on one rank alone: it needs no process group.
     """
 
     def __init__(self) -> None:
@@ -83,5 +87,15 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def connect() -> dist.TCPStore:
-    """A connection of its own to the launch's store."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    """A connection of its own to the launch's store, which rank 0 holds where torchrun has none; nobody need have joined the process group.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    holds = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(host, port, is_master=holds, wait_for_workers=False, multi_tenant=True, timeout=PATIENCE)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split()).partition(". ")[0][:200]
+        raise ConfigError(f"MASTER_ADDR {host}, MASTER_PORT {port}: ranks cannot meet there ({reason}); correct them, or take another port") from None

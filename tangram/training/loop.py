@@ -17,7 +17,7 @@ from tangram.backends.engine import Batch, Engine
 from tangram.config.run import TrainingConfig
 from tangram.data.sampler import PADDING
 from tangram.data.source import SKIPPED
-from tangram.errors import DataError
+from tangram.errors import DataError, DivergedError
 from tangram.platform import current
 from tangram.training.collection import GarbageCollection
 from tangram.training.logs import LOGGER
@@ -29,6 +29,8 @@ from tangram.training.writers import Writer
 
 Steps = Iterable[Sequence[Batch]]
 """This rank's micro-batches of each global batch."""
+HOPELESS = 100
+"""Steps in a row that are not finite, after which a run ends. Finding the first loss scale of fp16 skips some 30 at most."""
 
 
 def steps_of(data: Iterable[Batch | Sequence[Batch]], micro_batches_per_step: int) -> Steps:
@@ -140,21 +142,24 @@ class Loop:
 
         Raises:
             CheckpointError: a save failed, on every rank.
+            DivergedError: ``HOPELESS`` steps in a row were not finite, or all from the start to the end, but for SIGTERM; on every rank.
         """
         training, progress = self.training, self.progress
         rate = LearningRate(training)
         pending: list[StepRecord] = []
-        first = saved = progress.step
+        first = saved = finite = progress.step
         steps = iter(self.steps)
         if first >= training.train_iters:
             LOGGER.info("nothing to do: step %d of %d is done", first, training.train_iters)
         with StopRequest() as request, GarbageCollection(training.manual_gc_interval) as garbage:
             while progress.step < training.train_iters:
                 record, stop = self._step(steps, rate(progress.updates), request)
+                finite = finite if record.skipped else progress.step
                 garbage.step(progress.step)
                 pending.append(record)
                 exits = training.exit_interval is not None and progress.step % training.exit_interval == 0
-                self._log(pending, last=stop or exits or progress.step == training.train_iters)
+                hopeless = progress.step - finite >= HOPELESS
+                self._log(pending, last=stop or exits or hopeless or progress.step == training.train_iters)
                 if self.profiler is not None:
                     self.profiler.step(progress.step)
                 if progress.step == first + 1 and self.after_first_step is not None:
@@ -167,6 +172,8 @@ class Loop:
                 if self._due(progress.step) or stop or exits:
                     saved = self._save(saved)
                 self._export()
+                if hopeless:
+                    break
                 if stop or exits:
                     LOGGER.info("stopping after step %d: %s", progress.step, "SIGTERM" if stop else f"exit_interval {training.exit_interval}")
                     break
@@ -174,6 +181,8 @@ class Loop:
                 self._save(saved)
             if self.background is not None:
                 self.background.wait()
+        if finite < progress.step and (hopeless or (finite == first and not stop)):
+            raise _diverged(record, progress.step - finite)
         if progress.skipped_samples:
             LOGGER.info("skipped=%d: so many places were left empty, for their samples cannot be used", progress.skipped_samples)
         return progress
@@ -322,3 +331,10 @@ class Loop:
             self.save(self.progress)
             return self.progress.step
         return saved
+
+
+def _diverged(record: StepRecord, count: int) -> DivergedError:
+    return DivergedError(
+        f"step {record.step}: {count} steps in a row were skipped, since their loss or gradients were not finite (loss {record.loss}, gradient norm "
+        f"{record.grad_norm}), and changed no weight; look for NaN in weights and data, lower the learning rate, or load an earlier checkpoint"
+    )

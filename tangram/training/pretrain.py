@@ -19,6 +19,7 @@ from tangram.guard import guarded
 from tangram.placement.topology import Chunk, Topology
 from tangram.training.context import building
 from tangram.training.entry import Callbacks, DatasetsProvider, train
+from tangram.training.failure import SharedFailure
 
 ModelProvider = Callable[..., nn.Module]
 """``model_provider(pre_process, post_process, modules=None)`` builds the chunk that ``get_context().chunk_arguments`` describes."""
@@ -55,8 +56,9 @@ def pretrain(
         kind = str(getattr(model_type, "name", model_type))
         if kind != MODEL_TYPE:
             raise ConfigError(f"model_type {kind!r} is not supported; pass ModelType.encoder_or_decoder")
-        flags = parse_flags(list(sys.argv[1:] if argv is None else argv), extra_args_provider, args_defaults)
-        train(flags.run, Callbacks(_builder(model_provider), forward_step, train_valid_test_datasets_provider), flags.namespace)
+        with SharedFailure():
+            flags = parse_flags(list(sys.argv[1:] if argv is None else argv), extra_args_provider, args_defaults)
+            train(flags.run, Callbacks(_builder(model_provider), forward_step, train_valid_test_datasets_provider), flags.namespace)
         return 0
 
     return guarded(Path(sys.argv[0]).name, action)

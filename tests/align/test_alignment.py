@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,7 @@ RANKS = {str(sharded): sharded for sharded in (Sharded(processes=2), Sharded(pro
 """The other backend."""
 DRAWN = ["one process", "tensor and pipeline", "virtual stages", "text from the third stage", "copies"]
 """Splits that draw random weights in each of the ways there are: of parts of a tensor, of stages, of chunks, of stages without text, of copies."""
-TRAINED = ["tensor and pipeline", "copies"]
+TRAINED = [Split(tensor=2, pipeline=2), SPLITS["copies"]]
 """Splits that train for long: what differs from one step to the next is how copies of the model and stages meet."""
 SMALL = TinySpec(hidden=32, vocab=515, weight_std=0.1)
 """A vocabulary that does not divide, so that it is padded."""
@@ -60,9 +61,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tiny: dict[bool, Path], tied: bool, tmp_path: Path):
-    outcomes = align(tiny[tied], list(SPLITS.values()), micro_batch_size=1, dump=tmp_path)
+    """Tied embeddings at each, since first and last stage then have a gradient to share; without a tie those that differ otherwise."""
+    chosen = {name: split for name, split in SPLITS.items() if tied or name in DRAWN}
+    outcomes = align(tiny[tied], list(chosen.values()), micro_batch_size=1, dump=tmp_path)
     names = set(load_reference(tiny[tied]).state_dict()) - ({"lm_head.weight"} if tied else set())
-    for name, outcome in zip(SPLITS, outcomes, strict=True):
+    for name, outcome in zip(chosen, outcomes, strict=True):
         assert outcome.report.passed, f"{name}: {outcome.report.failures}"
         assert outcome.report.tolerance == 1e-5
         compared = {row.name: row for row in outcome.report.rows if row.kind == "gradient"}
@@ -153,8 +156,8 @@ def _a_wrong_gradient_is_found(right: Observation, mask: torch.Tensor) -> None:
 @pytest.mark.timeout(600)
 def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transformers_on_either_backend(tmp_path: Path):
     hf = tmp_path / "hf"
-    get_family("qwen2_5_vl").tiny(hf, 42, True, SMALL)
-    curves = compare_curves(hf, [*(SPLITS[name] for name in TRAINED), *RANKS.values()], steps=30)
+    get_family("qwen2_5_vl").tiny(hf, 42, True, replace(SMALL, text_layers=2, vision_layers=2))
+    curves = compare_curves(hf, [*TRAINED, *RANKS.values()], steps=30, micro_batch_size=2)
     assert curves.against == REFERENCE and len(curves.deviations) == len(TRAINED) + len(RANKS)
     assert curves.losses[REFERENCE][-1] < 0.97 * curves.losses[REFERENCE][0]
     assert curves.worst <= 1e-6, curves.deviations
@@ -162,8 +165,8 @@ def test_thirty_steps_from_given_weights_follow_a_plain_adamw_loop_over_transfor
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
-    curves = compare_curves(tiny[False], [*(SPLITS[name] for name in DRAWN), Sharded(processes=2)], steps=10, seed=7)
+def test_steps_from_random_weights_do_not_depend_on_the_split_or_the_backend(tiny: dict[bool, Path]):
+    curves = compare_curves(tiny[False], [*(SPLITS[name] for name in DRAWN), Sharded(processes=2)], steps=4, seed=7, micro_batch_size=2)
     assert len(curves.deviations) == len(DRAWN)
     assert curves.worst <= 1e-6, curves.deviations
 

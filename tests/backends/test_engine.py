@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -15,20 +14,23 @@ sys.path.insert(0, str(WORKERS))
 
 from engine_cases import CASES  # noqa: E402
 
-
-@cache
-def launch(processes: int) -> str:
-    """Everything that the worker printed; the launch is killed after five minutes, as a hang must not hold the tests."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(WORKERS / "engine_worker.py")]
-    root = str(WORKERS.parents[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
-    finished = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    return finished.stdout + finished.stderr
+from tests.trial import run  # noqa: E402
 
 
-@pytest.mark.timeout(330)
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """``launch(processes)``: everything that so many ranks of the worker print."""
+
+    @cache
+    def launch(processes: int) -> str:
+        return run(tmp_path_factory.mktemp("engine"), [str(WORKERS / "engine_worker.py")], processes).output
+
+    return launch
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("processes", "name"), [(processes, name) for processes, cases in CASES.items() for name in cases])
-def test_split_trains_like_one_process(processes: int, name: str) -> None:
+def test_split_trains_like_one_process(launch: Callable[[int], str], processes: int, name: str) -> None:
     output = launch(processes)
     if f"passed {name}\n" in output:
         return

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -26,6 +23,7 @@ from tangram.data.encode import EncodedSample
 from tangram.data.media import Medium
 from tangram.families.base import get_family
 from tests.conftest import TinyHF
+from tests.trial import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WORKER = Path(__file__).parents[1] / "workers" / "packing_worker.py"
@@ -119,7 +117,7 @@ def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findi
         for name, split in SPLITS.items()
     }
     (folder / "tasks.json").write_text(TaskList(tasks=list(tasks.values())).model_dump_json(), encoding="utf-8")
-    launch(folder)
+    run(folder / "log", [str(WORKER), str(folder)], PROCESSES).succeeded()
     runs = {}
     for name, loss_type, step in product(tasks, LOSS_TYPES, steps):
         out = folder / name / f"{loss_type}_{step}"
@@ -128,14 +126,6 @@ def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findi
         runs[name, loss_type, step] = (result, Observation(result["loss"], NO_LOGITS, gradients))
     labels = [sum(label != -100 for label in sample.labels[1:]) for batch in samples for sample in batch]
     return Findings(runs, reference(hf_dir, steps["apart"]), labels)
-
-
-def launch(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", str(WORKER), str(folder)]
-    root = str(WORKER.parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def flat(observed: Observation) -> torch.Tensor:

@@ -57,6 +57,14 @@ def test_the_same_split_loads(pair):
     assert load(hf, mm, split(**SAME)).parameters == len(place(hf.table, split(**SAME), 0, split(**SAME).chunk(0)).tensors)
 
 
+def test_weights_that_are_not_finite_are_refused(pair):
+    hf, mm = pair
+    name = "text_decoder.embedding.word_embeddings.weight"
+    change(mm / "release" / "mp_rank_00_000" / "model_optim_rng.pt", lambda state: state["model"][name].view(-1)[:3].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=r"3 of \d+ elements of model.language_model.embed_tokens.weight on this rank are NaN or infinite"):
+        load(hf, mm, split(**SAME))
+
+
 OTHERS = [
     ({"tensor": 2, **SAME}, r"tp_size is 1 in the converter manifest but 2 by the launch flag --tensor-model-parallel-size"),
     (

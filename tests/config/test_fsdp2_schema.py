@@ -91,6 +91,7 @@ def test_every_setting_of_the_other_backend_is_either_of_this_one_too_or_told_it
         ("data.dataset_param.dataset_typ=a", "unknown key 'data.dataset_param.dataset_typ' (did you mean 'dataset_type'?)"),
         ("trainig={lr: 1}", "unknown key 'trainig' (did you mean 'training'?)"),
         ("training.lr_scaling_plan=[{match: a, scal: 2}]", "unknown key 'training.lr_scaling_plan.0.scal'"),
+        ("training.lr_scaling_plan=[{match: '('}]", "lr_scaling_plan.0.match: '(' is no regular expression (missing ), unterminated"),
         ("parallel=3", "parallel: expected a mapping of keys to values, got 3"),
         ("features.chunkloss_plan=7", "features.chunkloss_plan: expected a mapping of keys to values, got 7"),
         ("model.freeze=3", "model.freeze: Input should be a valid list, got 3"),
@@ -258,7 +259,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(overrides=st.lists(st.tuples(st.sampled_from(KEYS), st.one_of(WORDS, st.text(max_size=8))), min_size=1, max_size=2))
 def test_any_value_anywhere_gives_a_run_or_one_line(overrides: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any" / "run.yaml"

@@ -122,7 +122,7 @@ def shapes_of(chat: Conversation) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_texts_labels_and_media(name: str, data: st.DataObject) -> None:
     chat = data.draw(conversations(videos=name != "llava"))
@@ -144,7 +144,7 @@ def test_texts_labels_and_media(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_cutoff_keeps_the_leading_turns_that_fit(name: str, data: st.DataObject) -> None:
     chat = data.draw(conversations(videos=name != "llava"))
@@ -174,7 +174,7 @@ def test_a_cutoff_keeps_the_leading_turns_that_fit(name: str, data: st.DataObjec
         assert all_or_nothing() == encoded
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(chat=conversations(videos=True))
 def test_a_jinja_file_gives_the_same_as_the_built_in_template(chat: Conversation) -> None:
     chat = replace(chat, system=chat.system or "S")

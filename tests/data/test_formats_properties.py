@@ -31,7 +31,7 @@ COLUMNS = {"images": TREES, "videos": TREES, "tools": TREES}
 SAMPLES = st.dictionaries(KEYS, TREES, max_size=5) | st.fixed_dictionaries({"messages": MESSAGES}, optional=COLUMNS)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(SAMPLES | TREES, max_size=5), st.sampled_from(["sharegpt", "openai", "alpaca"]), st.integers(0, 5))
 @example([{"messages": [[[]]] * 2, "images": "\0"}], "sharegpt", 0)
 @example([{"messages": turns("role", "content", ("user", "<image>"), ("assistant", "a")), "images": "x" * 5000}], "sharegpt", 0)

@@ -50,6 +50,15 @@ def compare(models: Mapping[str, Path], folder: Path, cases: Mapping[str, Case])
     return {name: _compare(models[case.family], folder / name, case) for name, case in cases.items()}
 
 
+def check(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hold what ``compare`` gave against what rounding allows."""
+    for name, case in found.items():
+        assert case["loss"] < 1e-6, name
+        assert case["evaluated"] < 1e-6, name
+        assert case["norm"] < 1e-6, name
+        assert case["gradients"] < 1e-5, name
+
+
 def _compare(hf: Path, folder: Path, case: Case) -> dict[str, Any]:
     engine = build(hf, folder, {**case.changes, "features": {**case.changes.get("features", {}), "loss_cfg": {"loss_type": case.loss_type}}})
     rows, same_rows = Rows(hf), Rows(hf)

@@ -64,6 +64,8 @@ def test_patterns_are_held_against_the_model_before_weights(tiny_hf: Callable[..
         "model.freeze=model,lm_head": "model.freeze covers every parameter, so nothing would be trained",
         "model.model_id=qwen2_5_lv": "model id 'qwen2_5_lv' is not registered",
         f"{plan}=model.language_model.layers": f"{plan}: model.language_model.layers is a ModuleList, which is never called itself",
+        "training.lr_scaling_plan=[{match: visual}]": "training.lr_scaling_plan[0].match 'visual': no trained parameter's name begins so",
+        "training.no_decay_modules=RMSNrm": "training.no_decay_modules: no module with trained parameters has 'RMSNrm' in its class name",
         "parallel.ulysses_parallel_size=3": "parallel.ulysses_parallel_size 3 must divide the 4 attention heads of the text model",
         "parallel.ep_plan.apply_modules=model.visual": "parallel.ep_plan or expert_fully_shard_parallel_size is given",
     }

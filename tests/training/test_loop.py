@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from tangram.config.run import TrainingConfig
-from tangram.errors import CheckpointError, DataError
-from tangram.training.loop import Loop, Outputs, Progress, steps_of
+from tangram.errors import CheckpointError, DataError, DivergedError
+from tangram.training.loop import HOPELESS, Loop, Outputs, Progress, steps_of
 from tangram.training.records import MetricsFile
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -116,6 +116,24 @@ def test_a_step_that_is_not_finite_is_printed_counted_and_changes_no_weight(tmp_
     assert run.rows[2]["loss"] == 6.5 and run.engine.seen == [0, 1, 2, 3, 4, 5] and run.progress.consumed_samples == 6
 
 
+def test_a_run_that_changes_no_weight_ends_with_an_error(tmp_path: Path) -> None:
+    def never() -> Iterator[list[Any]]:
+        while True:
+            yield [batch([1.0, 2.0], [math.nan, 2.0])]
+
+    with pytest.raises(DivergedError, match=r"step 3: 3 steps in a row were skipped, .* \(loss nan, gradient norm nan\)"):
+        Run(tmp_path, never()).run()
+    with pytest.raises(DivergedError, match="step 2: 2 steps in a row"):
+        Run(tmp_path, never(), exit_interval=2).run()
+    finite = islice(endless(), 2)
+    long = Run(tmp_path, chain(finite, never()), train_iters=1000, log_interval=7)
+    with pytest.raises(DivergedError, match=f"step {HOPELESS + 2}: {HOPELESS} steps in a row"):
+        long.run()
+    assert f"iteration      {HOPELESS + 2}/    1000" in long.lines[-1]
+    few = Run(tmp_path, chain(islice(endless(), 2), never()), train_iters=5).run()
+    assert few.progress.skipped == 3, "a run that has learnt something ends as any other"
+
+
 def test_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
     """Megatron's scheduler steps by what was trained: warm-up over 4 steps gives 0, 1/4, again 1/4 after the skipped step, 2/4."""
     rows = Run(tmp_path, steps=endless(bad_step=2), lr_warmup_iters=4, train_iters=8, exit_interval=4).run().rows
@@ -126,8 +144,9 @@ def test_a_skipped_step_does_not_move_the_schedule(tmp_path: Path) -> None:
 def test_metrics_stay_json_with_infinities(tmp_path: Path) -> None:
     def steps() -> Iterator[Any]:
         yield [batch([1.0], [math.inf])]
+        yield [batch([1.0], [1.0])]
 
-    row = Run(tmp_path, steps=steps(), train_iters=1).run().rows[0]
+    row = Run(tmp_path, steps=steps(), train_iters=2).run().rows[0]
     assert row["loss"] == "inf" and row["nan"]
 
 

@@ -1,6 +1,6 @@
-"""Runs the engine on the toy model under torchrun and compares it, in every process, with the same model in plain torch.
+"""Runs the engine on the toy model on each rank and compares it, in every process, with the same model in plain torch.
 
-Usage: torchrun --nproc-per-node N engine_worker.py. Prints "passed NAME" after each case of ``engine_cases`` for N processes; a
+``tests.trial`` runs it on N ranks. It prints "passed NAME" after each case of ``engine_cases`` for N processes; a
 disagreement raises, which ends the launch.
 """
 

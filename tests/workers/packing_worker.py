@@ -1,6 +1,6 @@
-"""Runs the engine under torchrun on the same samples, packed and not, and writes what it finds.
+"""Runs the engine on every rank on the same samples, packed and not, and writes what it finds.
 
-Usage: torchrun --nproc-per-node N packing_worker.py FOLDER. ``FOLDER/tasks.json`` holds the runs, ``FOLDER/steps.pt`` the micro-batches of one
+Usage: packing_worker.py FOLDER, on every rank. ``FOLDER/tasks.json`` holds the runs, ``FOLDER/steps.pt`` the micro-batches of one
 step by name. Of each run, loss type and step, every rank writes its gradients, and rank 0 the loss.
 """
 

@@ -151,15 +151,13 @@ def _positions(config: Any, batch: Batch) -> Tensor:
     positions: Tensor = batch["position_ids"]
     ends = batch.get("cu_seqlens_padded")
     text = None if ends is None else torch.cat([torch.arange(n) for n in ends.diff().tolist()]).unsqueeze(0)
-    if not _has_mrope(config):
+    if not has_mrope(config):
         return positions[0] if positions.dim() == 3 and text is None else positions if text is None else text
     return positions if text is None else torch.cat([text.unsqueeze(0), positions])
 
 
-def _has_mrope(config: Any) -> bool:
+def has_mrope(config: Any) -> bool:
+    """Whether positions are 3-D, ``[3, b, s]``, by the config of a model; None has none."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = getattr(text, key, None)
-        if isinstance(rope, Mapping) and "mrope_section" in rope:
-            return True
-    return False
+    ropes = (getattr(text, key, None) for key in ("rope_parameters", "rope_scaling"))
+    return any(isinstance(rope, Mapping) and "mrope_section" in rope for rope in ropes)

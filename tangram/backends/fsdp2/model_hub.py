@@ -13,11 +13,12 @@ from torch import nn
 from tangram.backends.fsdp2.head import chunked, put_loss_head
 from tangram.backends.fsdp2.models import CLASSES, with_chunk_loss
 from tangram.backends.fsdp2.registry import model_register
-from tangram.config.fsdp2 import Fsdp2Config
+from tangram.config.fsdp2 import Fsdp2Config, Fsdp2Model
 from tangram.config.fsdp2_plans import check_paths
 from tangram.config.patterns import match_each
 from tangram.config.sources import read_hf_config
 from tangram.errors import ConfigError
+from tangram.families.plugins import told
 from tangram.platform import current
 from tangram.platform.operators.fuse import fuse
 
@@ -61,6 +62,8 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
+    except (Exception, SystemExit) as error:  # code of the directory or of a plug-in can fail in any way
+        raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: its config cannot be made: {told(error)}") from error
     _prepare_routers(hf, config.features.loss_cfg.router_aux_loss_coef)
     model_class: Any = model_class_of(source.model_id, hf)
     if chunked(config.features):
@@ -68,11 +71,10 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
     try:
         with _on_meta() if on_meta else _seeded(config.training.seed):
             model = model_class._from_config(hf, dtype=torch.float32)
-    except (AttributeError, KeyError, TypeError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.model_name_or_path {source.model_name_or_path}: {model_class.__name__} cannot be built of its config.json "
-            f"({type(error).__name__}: {' '.join(str(error).split())}); is it of another version of transformers?"
-        ) from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a constructor of a plug-in can fail in any way
+        raise _not_built(source, model_class, error) from error
     if hasattr(model, "tie_weights"):
         # On the meta device modules were given parameters of their own.
         model.tie_weights()
@@ -81,6 +83,13 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
         put_loss_head(model, config.features)
     freeze(model, source.freeze)
     return model
+
+
+def _not_built(source: Fsdp2Model, model_class: type, error: BaseException) -> ConfigError:
+    own = source.model_id is not None and source.model_id not in CLASSES
+    where = f"model.model_id {source.model_id}" if own else f"model.model_name_or_path {source.model_name_or_path}"
+    mend = "correct the plug-in" if own else "is it of another version of transformers?"
+    return ConfigError(f"{where}: {model_class.__name__} cannot be built of its config.json ({told(error)}); {mend}")
 
 
 def model_class_of(model_id: str | None, hf: Any) -> type:

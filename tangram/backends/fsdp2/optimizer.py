@@ -58,7 +58,7 @@ class ShardedOptimizer:
 
     def _groups(self, model: nn.Module, training: Fsdp2Training) -> list[dict[str, Any]]:
         """One group per weight decay, learning-rate scale and kind of update; none is empty."""
-        scales, spared = _scales(list(self.parameters), training), _without_decay(model, list(self.parameters), training)
+        scales, spared = by_name(model, list(self.parameters), training)
         muon = is_matrix_of_a_hidden_layer(model) if training.optimizer == "muon" else set()
         groups: dict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)
         for name, shard in self.shards.items():
@@ -123,20 +123,26 @@ def _distinct_parts(tensor: Tensor) -> int:
     return prod(mesh.size(axis) for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
 
 
+def by_name(model: nn.Module, names: list[str], training: Fsdp2Training) -> tuple[Mapping[str, float], set[str]]:
+    """Factor of the learning rate of each of the trained parameters ``names``, and those that have no weight decay.
+
+    Raises:
+        ConfigError: an entry of ``lr_scaling_plan``, ``no_decay_modules`` or ``no_decay_params`` matches nothing.
+    """
+    return _scales(names, training), _without_decay(model, names, training)
+
+
 def _scales(names: list[str], training: Fsdp2Training) -> Mapping[str, float]:
     """Of each parameter, by the first entry whose expression matches the beginning of its name.
 
     Raises:
-        ConfigError: an expression that is none, or that no name is the first to match.
+        ConfigError: an expression that no name is the first to match.
     """
     scales = dict.fromkeys(names, 1.0)
     free = list(names)
     for number, entry in enumerate(training.lr_scaling_plan):
         where = f"training.lr_scaling_plan[{number}].match {entry.match!r}"
-        try:
-            found = {name for name in free if re.match(entry.match, name)}
-        except re.error as error:
-            raise ConfigError(f"{where}: not a regular expression ({error}); correct it") from None
+        found = {name for name in free if re.match(entry.match, name)}
         if not found:
             raise ConfigError(f"{where}: no trained parameter's name begins so, or entries before it take all that do; correct or remove it")
         scales |= dict.fromkeys(found, entry.scale)

@@ -16,4 +16,5 @@ QWEN3_VL_MOE = replace(
     from_hf_config=from_hf_config,
     tensor_table=tensor_table,
     tiny=write_tiny,
+    backends=("megatron", "fsdp2"),
 )

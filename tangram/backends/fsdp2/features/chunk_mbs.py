@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tangram.backends.fsdp2.features.wrapped import Wrapped
+from tangram.backends.fsdp2.inputs import has_mrope
 from tangram.config.fsdp2 import ChunkMbsPlan
 from tangram.errors import ConfigError
 
@@ -102,12 +103,8 @@ class Chunked(Wrapped):
 
 def refuse_3d_positions(model: nn.Module) -> None:
     """Raises: ConfigError, for a model with 3-D positions ``[3, b, s]``: their rows lie at dim 1, those of all else at dim 0."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in (getattr(text, name, None) or {}):
-            raise ConfigError(
-                f"features.enable_chunk_mbs: {type(model).__name__} has 3-D positions (mrope_section), whose rows are not at "
-                "dim 0 as those of the hidden states are; switch it off, and take a smaller training.micro_batch_size with more "
-                "gradient_accumulation_steps"
-            )
+    if has_mrope(getattr(model, "config", None)):
+        raise ConfigError(
+            f"features.enable_chunk_mbs: {type(model).__name__} has 3-D positions (mrope_section), whose rows are not at dim 0 as those of the "
+            "hidden states are; switch it off, and take a smaller training.micro_batch_size with more gradient_accumulation_steps"
+        )
