@@ -88,14 +88,14 @@ class Trial:
         return path
 
 
-def write_trial(folder: Path, *, tied: bool = False, count: int = SAMPLES, **training: Any) -> Trial:
+def write_trial(folder: Path, *, tied: bool = False, count: int = SAMPLES, family: str = "qwen2_5_vl", **training: Any) -> Trial:
     """Write everything that a run needs."""
     from tangram.families.base import get_family
     from tangram.families.tiny import TinySpec
 
     folder.mkdir(parents=True, exist_ok=True)
     spec = TinySpec(hidden=32, vision_hidden=16, vocab=VOCABULARY, max_pixels=84 * 84, weight_std=0.1)
-    get_family("qwen2_5_vl").tiny(folder / "hf", 0, tied, spec)
+    get_family(family).tiny(folder / "hf", 0, tied, spec)
     write_byte_tokenizer(folder / "hf")
     write_pictures(folder)
     (folder / "data.json").write_text(json.dumps(records(count)))

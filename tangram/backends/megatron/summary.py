@@ -79,7 +79,8 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
     micro = batch // (run.training.micro_batch_size * data_size)
     lines = [
         capture.get().rstrip(),
-        f"split: tensor {topology.tensor} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}",
+        f"split: tensor {topology.tensor} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}"
+        + (f", of which {topology.expert} divide the experts" if topology.expert > 1 else ""),
         *(
             f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}):"
             f"{_show('vision', chunk.vision)}{_show('text', chunk.text)}"
