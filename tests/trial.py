@@ -88,7 +88,7 @@ class Trial:
         return path
 
 
-def write_trial(folder: Path, *, tied: bool = False, count: int = SAMPLES, family: str = "qwen2_5_vl", **training: Any) -> Trial:
+def write_trial(folder: Path, *, family: str = "qwen2_5_vl", tied: bool = False, count: int = SAMPLES, **training: Any) -> Trial:
     """Write everything that a run needs."""
     from tangram.families.base import get_family
     from tangram.families.tiny import TinySpec

@@ -26,6 +26,7 @@ from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, gradient_
 from tangram.checkpoints.expert_stacks import turned_stacks
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.reader import TensorInfo
+from tangram.config.context import check_context
 from tangram.config.fsdp2_sizes import sizes
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
@@ -172,11 +173,12 @@ def check_split(subject: Subject, split: Split | Sharded) -> None:
     """Refuse a split of the megatron backend that the model does not allow, before any process starts.
 
     Raises:
-        ConfigError: layer lists that do not fit.
+        ConfigError: layer lists that do not fit, or heads that context-parallel ranks cannot share.
         PlacementError: heads, or another size, that tensor parallelism does not divide.
     """
     if isinstance(split, Sharded):
         return
+    check_context(subject.model.text_decoder.model_copy(update={"attention_dropout": 0.0}), split.parallel)
     padded = padded_vocabulary(subject.model.text_decoder.vocab_size, split.tensor)
     prove_table(subject.family.tensor_table(subject.model, padded), split.topology(subject.model))
 

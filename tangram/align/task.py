@@ -12,7 +12,7 @@ from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
 from tangram.config.experts import check_experts
 from tangram.config.model import LayerList, ModelConfig, TokenDispatcher
-from tangram.config.parsing import Section
+from tangram.config.parsing import Section, parse_section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.errors import ConfigError
 from tangram.families.base import get_family
@@ -20,6 +20,8 @@ from tangram.families.plugins import load_plugins
 from tangram.placement.topology import Topology
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+ALGORITHMS = {"ulysses": "ulysses_cp_algo", "ring": "megatron_cp_algo", "hybrid": "hybrid_cp_algo"}
+"""As users of the command name them, and as a run does."""
 
 
 class Split(Section):
@@ -28,6 +30,13 @@ class Split(Section):
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     virtual: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide activations along the sequence."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch."""
+    context_algo: Literal["ulysses", "ring", "hybrid"] = "ulysses"
+    ulysses: int | None = Field(default=None, ge=1)
+    """hybrid: ranks that share the heads."""
     data: int = Field(default=1, ge=1)
     """Copies of the model; each takes its share of the micro-batches."""
     expert: int = Field(default=1, ge=1)
@@ -46,7 +55,31 @@ class Split(Section):
 
     @property
     def processes(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The run's settings of the axes, but for layers per stage.
+
+        Raises:
+            ConfigError: context ranks that do not fit their algorithm.
+        """
+        return parse_section(
+            ParallelConfig,
+            {
+                "tensor_model_parallel_size": self.tensor,
+                "sequence_parallel": self.sequence_parallel,
+                "pipeline_model_parallel_size": self.pipeline,
+                "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+                "context_parallel_size": self.context,
+                "context_parallel_algo": ALGORITHMS[self.context_algo],
+                "ulysses_degree_in_cp": self.ulysses,
+                "expert_model_parallel_size": self.expert,
+                "moe_token_dispatcher_type": self.dispatcher,
+                "use_distributed_optimizer": self.distributed_optimizer,
+            },
+            "the split",
+        )
 
     def topology(self, model: ModelConfig) -> Topology:
         """The topology, checked against the model.
@@ -61,8 +94,17 @@ class Split(Section):
         vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0
         layers = model.text_decoder.num_layers
         text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
-        sizes = {"vision_layers": vision, "text_layers": layers, "tensor": self.tensor, "expert": self.expert}
-        topology = Topology.build(**sizes, vit_pp_layers=self.vit_pp_layers, llm_pp_layers=text)
+        topology = Topology.build(
+            vision_layers=vision,
+            text_layers=layers,
+            tensor=self.tensor,
+            vit_pp_layers=self.vit_pp_layers,
+            llm_pp_layers=text,
+            expert=self.expert,
+            sequence_parallel=self.sequence_parallel,
+            context=self.context,
+            ring=self.parallel.context_parallel_ring,
+        )
         if (topology.virtual, topology.pipeline) != (self.virtual, self.pipeline):
             raise ConfigError(
                 f"llm_pp_layers {text} describes {topology.pipeline} pipeline ranks with {topology.virtual} virtual stages, but "
@@ -71,8 +113,9 @@ class Split(Section):
         return topology
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tensor}", f"PP{self.pipeline}"]
+        parts = [f"TP{self.tensor}{' SP' if self.sequence_parallel else ''}", f"PP{self.pipeline}"]
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
+        parts += [f"CP{self.context} {self.context_algo}"] if self.context > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
         parts += [f"EP{self.expert}"] if self.expert > 1 else []
         parts += [self.dispatcher] if self.dispatcher is not None else []
@@ -155,15 +198,8 @@ class Task(Section):
                     basic_parameters=BasicParameters(dataset=self.batch),
                 )
             ),
-            parallel=ParallelConfig(
-                tensor_model_parallel_size=split.tensor,
-                pipeline_model_parallel_size=split.pipeline,
-                virtual_pipeline_model_parallel_size=split.virtual if split.virtual > 1 else None,
-                vit_pp_layers=[list(row) for row in topology.vision],
-                llm_pp_layers=[list(row) for row in topology.text],
-                expert_model_parallel_size=split.expert,
-                moe_token_dispatcher_type=split.dispatcher,
-                use_distributed_optimizer=split.distributed_optimizer,
+            parallel=split.parallel.model_copy(
+                update={"vit_pp_layers": [list(row) for row in topology.vision], "llm_pp_layers": [list(row) for row in topology.text]}
             ),
             training=TrainingConfig(
                 micro_batch_size=self.micro_batch_size,

@@ -51,6 +51,8 @@ class RunFacts:
             "tensor": topology.tensor,
             "pipeline": topology.pipeline,
             "virtual": topology.virtual,
+            # Absent in checkpoints of 1, so that those from before there was any other read alike.
+            **({"context": topology.context} if topology.context > 1 else {}),
             "data_parallel": self.data_parallel,
             "vit_pp_layers": [list(row) for row in topology.vision],
             "llm_pp_layers": [list(row) for row in topology.text],

@@ -17,19 +17,23 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  tangram align --hf runs/tiny --tp 2 --pp 2
+  tangram align --hf runs/tiny --tp 2 --sp --pp 2
   tangram align --hf runs/tiny --pp 2 --vit-pp-layers [2,2] --llm-pp-layers [0,4]
   tangram align --hf runs/tiny --pp 2 --vpp 2 --dump runs/seen     then look at logits.safetensors and grads.safetensors
+  tangram align --hf runs/tiny --cp 4 --cp-algo hybrid --ulysses-degree 2
   tangram align --hf runs/tiny --tp 2 --dp 2 --steps 20            compare a training curve instead of one batch
   tangram align --hf runs/tiny --backend fsdp2 --nproc 2
   tangram align --hf runs/tiny --backend fsdp2 --nproc 2 features.enable_chunk_loss=true parallel.ulysses_parallel_size=2
 
 On the fsdp2 backend the settings are keys of the run file; blocks, merger and layers are sharded where they do not say otherwise
-(parallel.fsdp_plan.apply_modules). --tp, --pp, --vpp, --dp, --ep and the layer lists are megatron's.
+(parallel.fsdp_plan.apply_modules). --tp, --sp, --cp, --pp, --vpp, --dp, --ep and the layer lists are megatron's.
 
 The exit status is 0 if everything lies within the tolerance, else 1.
 """
-MEGATRON_OPTIONS = ("--tp", "--pp", "--vpp", "--dp", "--ep", "--vit-pp-layers", "--llm-pp-layers")
+MEGATRON_OPTIONS = (
+    *("--tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
+    *("--vit-pp-layers", "--llm-pp-layers"),
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -43,6 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron", help="what runs the split model (megatron)")
     parser.add_argument("--nproc", type=int, default=None, metavar="N", help="fsdp2: processes (1)")
     parser.add_argument("--tp", type=int, default=None, metavar="N", help="tensor-parallel size (1)")
+    parser.add_argument("--sp", action="store_true", default=None, help="sequence parallelism over the tensor-parallel ranks")
+    parser.add_argument("--cp", type=int, default=None, metavar="N", help="context-parallel size: ranks that share the tokens of a micro-batch (1)")
+    parser.add_argument("--cp-algo", choices=("ulysses", "ring", "hybrid"), default=None, help="how they attend (ulysses)")
+    parser.add_argument("--ulysses-degree", type=int, default=None, metavar="N", help="hybrid: ranks that share the heads")
     parser.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline-parallel size (as --llm-pp-layers says, or 1)")
     parser.add_argument("--vpp", type=int, default=None, metavar="N", help="virtual stages per pipeline rank (as --llm-pp-layers says, or 1)")
     parser.add_argument("--dp", type=int, default=None, metavar="N", help="copies of the model, each with its share of the batch (1)")
@@ -162,10 +170,14 @@ def read_split(args: argparse.Namespace) -> Split:
     grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
     copies = {"data": args.dp or args.ep or 1, "expert": args.ep or 1}
     sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
-    for name, value in (("--tp", args.tp), ("--pp", args.pp), ("--vpp", args.vpp), ("--dp", args.dp), ("--ep", args.ep)):
+    for name in ("--tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
+        value = getattr(args, name[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
-    return parse_section(Split, {**sizes, "vit_pp_layers": vision, "llm_pp_layers": text}, "tangram align")
+    shared = {"context": args.cp or 1, "context_algo": args.cp_algo or "ulysses", "ulysses": args.ulysses_degree}
+    return parse_section(
+        Split, {**sizes, **shared, "sequence_parallel": bool(args.sp), "vit_pp_layers": vision, "llm_pp_layers": text}, "tangram align"
+    )
 
 
 def read_layers(text: str | None, option: str) -> list[Any] | None:

@@ -57,10 +57,15 @@ WORKS: dict[str, Works] = {
     "--cast-weights": Works("model.cast_weights", const=True, says="change the type of loaded weights to --bf16, --fp16 or fp32"),
     "--tensor-model-parallel-size": Works("parallel.tensor_model_parallel_size", int),
     "--pipeline-model-parallel-size": Works("parallel.pipeline_model_parallel_size", int),
+    "--sequence-parallel": Works("parallel.sequence_parallel", const=True, says="needs --tensor-model-parallel-size of 2 or more"),
     "--virtual-pipeline-model-parallel-size": Works(
         "parallel.virtual_pipeline_model_parallel_size", int, says="rows of pipeline_num_layers in model.json"
     ),
-    "--context-parallel-size": Works("parallel.context_parallel_size", int, says="only 1 yet"),
+    "--context-parallel-size": Works("parallel.context_parallel_size", int, says="ranks that share the tokens of a micro-batch"),
+    "--context-parallel-algo": Works(
+        "parallel.context_parallel_algo", says="ulysses_cp_algo (MindSpeed's default), megatron_cp_algo (ring) or hybrid_cp_algo"
+    ),
+    "--ulysses-degree-in-cp": Works("parallel.ulysses_degree_in_cp", int, says="hybrid_cp_algo: ranks that share the heads"),
     "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data-parallel ranks over which experts are divided"),
     "--moe-token-dispatcher-type": Works(
         "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
@@ -142,6 +147,7 @@ CHECKED: dict[str, Checked] = {
 BUILT_IN: dict[str, BuiltIn] = {
     "--use-mcore-models": BuiltIn("the model is made of megatron-core modules"),
     "--use-flash-attn": BuiltIn("attention runs through scaled_dot_product_attention, which takes the device's fused kernel"),
+    "--unaligned-linear": BuiltIn("with --sequence-parallel, lengths that the tensor-parallel size does not divide are padded"),
     "--variable-seq-lengths": BuiltIn("every micro-batch has its own length, at any pipeline size"),
     "--no-masked-softmax-fusion": BuiltIn("there is no such fusion"),
     "--no-gradient-accumulation-fusion": BuiltIn("there is no such fusion"),
@@ -153,8 +159,6 @@ _LATER = "not supported yet; remove it"
 _NPU = "a setting of one device's kernels; remove it"
 
 REFUSED: dict[str, Refused] = {
-    "--context-parallel-algo": Refused("context parallelism is not supported yet; remove it"),
-    "--sequence-parallel": Refused(_LATER),
     "--num-layers-per-virtual-pipeline-stage": Refused(
         "give pipeline_num_layers in model.json one row per virtual stage, and --virtual-pipeline-model-parallel-size"
     ),

@@ -126,7 +126,13 @@ def _build(namespace: argparse.Namespace) -> RunConfig:
         from tangram.families.plugins import load_plugins
 
         load_plugins([Path(path) for path in namespace.plugin])
-    facts = RunFacts(raw["training"].get("dtype", "fp32"), namespace.seq_length)
+    parallel = raw["parallel"]
+    facts = RunFacts(
+        raw["training"].get("dtype", "fp32"),
+        namespace.seq_length,
+        parallel.get("sequence_parallel", False),
+        parallel.get("context_parallel_size", 1),
+    )
     raw["model"]["config"] = read_model(namespace.mm_model, facts)
     raw["data"] = read_data(namespace.mm_data)
     raw["tools"] = merge(read_tools(namespace.mm_tool).model_dump(exclude_unset=True) if namespace.mm_tool is not None else {}, _writers(namespace))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 
+from tangram.config.context import check_context
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -48,12 +49,18 @@ class Subject:
     def expert(self) -> int:
         return self.run.parallel.expert_model_parallel_size
 
+    @property
+    def ranks_of_a_batch(self) -> int:
+        """Processes that work on the same micro-batch."""
+        parallel = self.run.parallel
+        return self.tensor * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+
     @cached_property
     def data_parallel(self) -> int | None:
         """Data-parallel size; None where the number of processes is not known or does not divide."""
         if self.world_size is None:
             return None
-        copies, rest = divmod(self.world_size, self.tensor * self.run.parallel.pipeline_model_parallel_size)
+        copies, rest = divmod(self.world_size, self.ranks_of_a_batch)
         return None if rest or copies % self.expert else copies
 
     @cached_property
@@ -100,7 +107,12 @@ def tensor_parallel(subject: Subject) -> str:
     if wrong:
         fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in sizes)]
         raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}")
-    return f"{len(sizes)} sizes divide by {size}"
+    divided = ", activations divided along the sequence" if subject.run.parallel.sequence_parallel else ""
+    return f"{len(sizes)} sizes divide by {size}{divided}"
+
+
+def context_parallel(subject: Subject) -> str:
+    return check_context(subject.text, subject.run.parallel)
 
 
 def vocabulary(subject: Subject) -> str:
@@ -118,18 +130,20 @@ def vocabulary(subject: Subject) -> str:
 
 
 def world_size(subject: Subject) -> str:
-    tensor, pipeline = subject.tensor, subject.run.parallel.pipeline_model_parallel_size
-    unit = tensor * pipeline * subject.expert
+    tensor, context, pipeline = subject.tensor, subject.run.parallel.context_parallel_size, subject.run.parallel.pipeline_model_parallel_size
+    unit = subject.ranks_of_a_batch * subject.expert
     if subject.world_size is None:
         return f"a multiple of {unit} processes is needed"
     experts = f" x expert-parallel {subject.expert}" if subject.expert > 1 else ""
     if subject.data_parallel is None:
+        shared = f" x context-parallel {context}" if context > 1 else ""
         raise ConfigError(
-            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor} x pipeline-parallel {pipeline}{experts} = {unit}; "
+            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline}{experts} = {unit}; "
             f"start a multiple of {unit} processes, or lower one of the sizes"
         )
-    shared = f", of which {subject.expert} share the experts" if subject.expert > 1 else ""
-    return f"{subject.world_size} processes = TP {tensor} x PP {pipeline} x DP {subject.data_parallel}{shared}"
+    shared = f" x CP {context}" if context > 1 else ""
+    divided = f", of which {subject.expert} share the experts" if subject.expert > 1 else ""
+    return f"{subject.world_size} processes = TP {tensor}{shared} x PP {pipeline} x DP {subject.data_parallel}{divided}"
 
 
 def experts(subject: Subject) -> str:
@@ -255,6 +269,7 @@ GATES: tuple[tuple[str, Rule], ...] = (("backend", backend), ("layers per stage"
 """Rules without which the others have nothing to check."""
 RULES: tuple[tuple[str, Rule], ...] = (
     ("tensor parallel", tensor_parallel),
+    ("context parallel", context_parallel),
     ("vocabulary", vocabulary),
     ("processes", world_size),
     ("experts", experts),
@@ -276,7 +291,7 @@ def notes(subject: Subject) -> list[str]:
             f"tied embeddings over a pipeline: stages {topology.text_first_chunk.pp_rank} and {topology.text_last_chunk.pp_rank} each hold a copy, "
             "and their gradients are summed in every step"
         )
-    if run.parallel.use_distributed_optimizer and subject.data_parallel == 1:
+    if run.parallel.use_distributed_optimizer and subject.data_parallel == 1 == run.parallel.context_parallel_size:
         found.append("use_distributed_optimizer saves nothing with data-parallel size 1")
     for pp_rank in range(topology.pipeline):
         if not _trains(subject, pp_rank):

@@ -26,6 +26,8 @@ class RunFacts:
 
     dtype: str | None = None
     seq_length: int | None = None
+    sequence_parallel: bool | None = None
+    context_parallel_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,23 @@ def _rope_scaling(raw: Raw, facts: RunFacts) -> dict[str, Any] | None:
 
 _OFF = Only((False, None), "it is not supported yet")
 _NULL = Only((None,), "it is not supported yet")
-_ONE = Only((1,), "it is not supported yet")
 _ROPE_FUSION = NoEffect("rotary positions are fused where the platform can")
 _TYPES: dict[str, Entry] = {
     "params_dtype": Repeats("the run's dtype", _dtype),
     "bf16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "bf16"),
     "fp16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "fp16"),
 }
-_SPLITS: dict[str, Entry] = {"context_parallel_size": _ONE, "sequence_parallel": _OFF, "canonical_model": _OFF}
+_SPLITS: dict[str, Entry] = {
+    "context_parallel_size": Repeats(
+        "parallel.context_parallel_size (--context-parallel-size), which holds for all components",
+        lambda raw, facts: None if raw.get("context_parallel_size") is None else facts.context_parallel_size,
+    ),
+    "sequence_parallel": Repeats(
+        "parallel.sequence_parallel (--sequence-parallel), which holds for all components",
+        lambda raw, facts: None if raw.get("sequence_parallel") is None else facts.sequence_parallel,
+    ),
+    "canonical_model": _OFF,
+}
 
 MODEL: dict[Path, dict[str, Entry]] = {
     (): {

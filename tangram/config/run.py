@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from tangram.config.data import DataConfig
 from tangram.config.experts import check_experts
@@ -23,7 +23,15 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
-    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide activations along the sequence wherever they would hold them all; lengths that do not divide are padded."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of a micro-batch."""
+    context_parallel_algo: Literal["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"] = "ulysses_cp_algo"
+    """How they attend: each to all tokens with a share of the heads, keys and values travelling round a ring of ranks, or the first inside the
+    second."""
+    ulysses_degree_in_cp: int | None = Field(default=None, ge=1)
+    """hybrid_cp_algo: ranks that share the heads; the ring has context_parallel_size / this."""
     vit_pp_layers: LayerList | None = None
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
     llm_pp_layers: LayerList | None = None
@@ -41,12 +49,37 @@ class ParallelConfig(Section):
     make_vocab_size_divisible_by: int = Field(default=1, ge=1)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
-    @field_validator("context_parallel_size")
-    @classmethod
-    def _no_context_parallelism(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError(f"context parallelism is not supported yet by the megatron backend, got size {value}; set it to 1")
-        return value
+    @model_validator(mode="after")
+    def _context_fits(self) -> ParallelConfig:
+        size, algorithm, degree = self.context_parallel_size, self.context_parallel_algo, self.ulysses_degree_in_cp
+        if algorithm != "hybrid_cp_algo":
+            if degree is not None:
+                raise ValueError(f"ulysses_degree_in_cp {degree} is of hybrid_cp_algo, and context_parallel_algo is {algorithm}; remove one")
+            return self
+        if degree is None:
+            raise ValueError("context_parallel_algo hybrid_cp_algo needs ulysses_degree_in_cp, the ranks that share heads; give it")
+        if size % degree or degree in (1, size):
+            raise ValueError(
+                f"ulysses_degree_in_cp {degree} must divide context_parallel_size {size} and be neither 1 (megatron_cp_algo) nor all of it "
+                "(ulysses_cp_algo); choose another, or another context_parallel_algo"
+            )
+        return self
+
+    @property
+    def context_parallel_ring(self) -> int:
+        """Ranks of a ring of keys and values; 1: there is none."""
+        if self.context_parallel_algo == "ulysses_cp_algo":
+            return 1
+        return self.context_parallel_size // (self.ulysses_degree_in_cp or 1)
+
+    @model_validator(mode="after")
+    def _sequence_needs_ranks(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel divides activations over tensor-parallel ranks, and tensor_model_parallel_size is 1; raise it, or leave "
+                "sequence_parallel out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _overlaps_fit(self) -> ParallelConfig:
@@ -271,6 +304,9 @@ class RunConfig(Section):
             vit_pp_layers=self.vit_layers,
             llm_pp_layers=self.llm_layers,
             expert=self.parallel.expert_model_parallel_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+            context=self.parallel.context_parallel_size,
+            ring=self.parallel.context_parallel_ring,
         )
 
     def _experts(self, model: ModelConfig) -> dict[str, object]:

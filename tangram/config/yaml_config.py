@@ -56,8 +56,13 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _check_sections(raw, where)
     sections = {name: _mapping(raw.get(name), f"{where}: {name}") for name in SECTIONS}
     _load_plugins(sections["model"].get("plugin"), base)
-    training = sections["training"]
-    facts = RunFacts(str(training.get("dtype", "fp32")), training.get("seq_length"))
+    training, parallel = sections["training"], sections["parallel"]
+    facts = RunFacts(
+        str(training.get("dtype", "fp32")),
+        training.get("seq_length"),
+        bool(parallel.get("sequence_parallel", False)),
+        parallel.get("context_parallel_size", 1),
+    )
     data, data_where = _with_file(sections["data"], f"{where}: data", base)
     tools, tools_where = _with_file(sections["tools"], f"{where}: tools", base)
     built = {

@@ -16,6 +16,7 @@ from tangram.families.llava.config import ClipEncoderConfig
 from tangram.models.attention import SegmentPlan
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.norms import NORMS, parameter_device
+from tangram.models.regions import collect, divide, split_of
 from tangram.models.registry import find_layer_spec
 from tangram.models.stack import LayerStack
 
@@ -38,7 +39,7 @@ class ClipEncoder(MegatronModule):
 
     def __init__(self, section: ClipEncoderConfig, options: BuildOptions, numbers: range, first: bool, groups: ProcessGroupCollection) -> None:
         super().__init__(config=get_model_config(section, options))
-        self.section, self.pre_process = section, first
+        self.section, self.pre_process, self.tp_group = section, first, groups.tp
         width, device = section.hidden_size, parameter_device(self.config)
         norm = NORMS[section.normalization]
         if first:
@@ -69,7 +70,7 @@ class ClipEncoder(MegatronModule):
             grids: (t, h, w) of each picture.
 
         Returns:
-            [pictures * positions, 1, hidden_size].
+            [pictures * positions, 1, hidden_size]; with sequence parallelism this rank's part of the padded sequence.
 
         Raises:
             DataError: a picture of another size than the tower's.
@@ -77,11 +78,13 @@ class ClipEncoder(MegatronModule):
         wrong = [grid for grid in grids if grid != self.section.picture_grid]
         if wrong:
             raise DataError(f"a picture of {wrong[0]} patches (time, height, width); this tower takes {self.section.picture_grid} alone")
+        split = split_of(self.section.positions * len(grids), self.config, self.tp_group)
         if self.pre_process:
-            hidden = self._embed(hidden, len(grids))
+            hidden = self.ln_pre(divide(self._embed(hidden, len(grids)), split, self.tp_group))
         if not self.used:
             return hidden.clone()  # A stage hands on a tensor of its own: megatron-core frees it once sent.
-        pictures = SegmentPlan.from_lengths([self.section.positions] * len(grids), hidden.device)
+        padding = [split.padded - split.length] if split.padded > split.length else []
+        pictures = SegmentPlan.from_lengths([self.section.positions] * len(grids) + padding, hidden.device)
         hidden, _ = self.decoder(hidden, None, [pictures] * self.used)
         return hidden
 
@@ -90,17 +93,21 @@ class ClipEncoder(MegatronModule):
         if self.section.add_class_token:
             embedded = torch.cat([self.class_token.expand(pictures, 1, -1), embedded], dim=1)
         positions = self.position_embeddings(torch.arange(self.section.positions, device=pixels.device))
-        return self.ln_pre((embedded + positions).flatten(0, 1)[:, None])
+        return (embedded + positions).flatten(0, 1)[:, None]
 
     def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
         """What the projector gets: the patches without the class tokens."""
         if not self.section.add_class_token:
             return hidden
-        return hidden.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
+        split = split_of(self.section.positions * len(grids), self.config, self.tp_group)
+        whole = collect(hidden, split, self.tp_group)[: split.length]
+        patches = whole.unflatten(0, (len(grids), -1))[:, 1:].flatten(0, 1)
+        return divide(patches, split_of(len(patches), self.config, self.tp_group), self.tp_group)
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The projector's rows are in raster order already."""
-        return merged
+        """The projector's rows are in raster order already; with sequence parallelism from each rank's part."""
+        split = split_of(sum(map(self.section.tokens, grids)), self.config, self.tp_group)
+        return collect(merged, split, self.tp_group)[: split.length]
 
     def idle_parameters(self) -> Iterator[nn.Parameter]:
         """Of the layers after the feature layer, and of the last norm."""

@@ -22,7 +22,6 @@ from megatron.core.transformer.moe.moe_utils import (
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
     save_to_aux_losses_tracker,
-    z_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from tangram.config.model import ExpertKeys, TextDecoderConfig
 from tangram.errors import ConfigError
+from tangram.models.sequence import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Routing:
     """A micro-batch as routers see it that add to the loss.
 
     Args:
-        padding: bool [b, s], True where no real token stands.
+        padding: bool [b, s of this rank], True where no real token stands.
         weight: scalar int64, what the micro-batch adds to the loss's denominator. None: outside of training.
     """
 
@@ -48,16 +48,24 @@ class Routing:
 
 def routing_of(
     text: TextDecoderConfig,
+    split: SequenceSplit,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_padded: Tensor | None,
     loss_weight: Tensor | None,
 ) -> Routing | None:
-    """What the decoder's routers must know; None where they add nothing to the loss. Arguments as ``VLMModel.forward`` has them."""
+    """What the decoder's routers must know of this rank's tokens; None where they add nothing to the loss.
+
+    Args:
+        split: which tokens these are; the others as ``VLMModel.forward`` has them.
+    """
     if not isinstance(text, ExpertKeys) or not text.has_router_loss:
         return None
-    return Routing(padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded), loss_weight)
+    padding = padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded)
+    # A mean over no token is no number. A micro-batch of nothing but padding weighs nothing, so any tokens will do.
+    padding = padding & ~padding.all()
+    return Routing(split.take(split.pad(padding, -1, True), -1), loss_weight)
 
 
 def padding_of(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> Tensor:
@@ -100,7 +108,11 @@ class Router(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
-        loss = z_loss_func(logits, coefficient / self.tp_cp_group.size(), padding_mask=padding_mask)
+        assert padding_mask is not None, "routers that add to the loss know of padding"
+        count = (~padding_mask).sum()
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(count, group=self.tp_cp_group)
+        loss = coefficient * (logits.logsumexp(dim=-1) ** 2)[~padding_mask].sum() / count
         return MoEAuxLossAutoScaler.apply(logits, loss * self._weight())
 
     def _weight(self) -> Tensor:

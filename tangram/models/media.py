@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tangram.models.sequence import SequenceSplit
 
 
 def media_places(input_ids: Tensor, kinds: Sequence[int | None]) -> Tensor:
@@ -22,6 +26,22 @@ def media_places(input_ids: Tensor, kinds: Sequence[int | None]) -> Tensor:
             rows, positions = (input_ids == token).nonzero(as_tuple=True)
             places.append(positions * input_ids.shape[0] + rows)
     return torch.cat(places)
+
+
+def own_rows(features: Sequence[Tensor], places: Tensor, batch: int, split: SequenceSplit, tp_group: ProcessGroup) -> tuple[list[Tensor], Tensor]:
+    """Of each feature [n, h] the rows that stand among this rank's tokens, and where they stand there.
+
+    Args:
+        places: [n], in the whole hidden states [s, batch, h].
+    """
+    if split.context == split.tensor == 1:
+        return list(features), places
+    here, local = split.local_of(places // batch)
+    kept = here.nonzero()[:, 0]
+    if split.tensor > 1:
+        # All tensor-parallel ranks have all rows, and each finds the gradient of its own.
+        features = [copy_to_tensor_model_parallel_region(rows, group=tp_group) for rows in features]
+    return [rows[kept] for rows in features], local * batch + places[kept] % batch
 
 
 def put_rows(hidden: Tensor, places: Tensor, rows: Tensor) -> Tensor:

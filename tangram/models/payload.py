@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tangram.config.model import ModelConfig
+from tangram.models.sequence import SequenceSplit
 from tangram.placement.topology import Chunk, Topology
 
 Shape = tuple[int, ...]
@@ -37,6 +38,9 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     projector, [places, 1, h_vision] inside the vision encoder, whose section says how many there are. Then each pending feature, [n, h_text].
     Without images and videos the vision path carries a blank picture.
 
+    Text hidden states are each context-parallel rank's part of them, and with sequence parallelism they and patches are each
+    tensor-parallel rank's.
+
     Args:
         batch: at least ``input_ids`` [b, s] and, where the micro-batch has some, ``image_grid_thw`` and ``video_grid_thw``.
     """
@@ -45,15 +49,20 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     given = [thw.tolist() for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
     grids = [(t, h, w) for thw in given for t, h, w in thw] or ([encoder.blank_grid] if encoder is not None else [])
     tokens = sum(map(encoder.tokens, grids)) if encoder is not None else 0
+    tensor = topology.tensor if topology.sequence_parallel else 1
     hidden: Shape
     if chunk.has_text:
         input_ids = batch["input_ids"]
         assert input_ids is not None
         rows, length = input_ids.shape
-        hidden = (length, rows, width)
+        split = SequenceSplit(length, context=topology.context, ring=topology.ring, tensor=tensor)
+        hidden = (split.local_length, rows, width)
+    elif chunk.vision_last:
+        hidden = (tokens, 1, width)
     else:
         assert encoder is not None
-        hidden = (tokens, 1, width) if chunk.vision_last else (sum(map(encoder.places, grids)), 1, encoder.hidden_size)
+        split = SequenceSplit(sum(map(encoder.places, grids)), tensor=tensor, unit=encoder.spatial_merge_size**2)
+        hidden = (split.local_length, 1, encoder.hidden_size)
     return (hidden, *[(tokens, width)] * pending_features(model, chunk))
 
 

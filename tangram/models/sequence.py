@@ -26,6 +26,7 @@ class SequenceSplit:
         context: context-parallel size.
         ring: how many of the context ranks attend in a ring; 1: all by Ulysses; ``context``: all in the ring.
         tensor: tensor-parallel size where activations are divided along the sequence, else 1.
+        unit: so many consecutive tokens are never parted.
     """
 
     length: int
@@ -34,6 +35,7 @@ class SequenceSplit:
     ring: int = 1
     tensor: int = 1
     tensor_rank: int = 0
+    unit: int = 1
 
     def __post_init__(self) -> None:
         assert self.length > 0, f"a sequence of {self.length} tokens"
@@ -43,9 +45,9 @@ class SequenceSplit:
 
     @property
     def padded(self) -> int:
-        """Length with padding: each rank, and each half of a ring rank's part, holds equally many tokens."""
-        unit = self.context * self.tensor * (2 if self.ring > 1 else 1)
-        return -(-self.length // unit) * unit
+        """Length with padding: each rank, and each half of a ring rank's part, holds equally many units."""
+        step = self.unit * self.context * self.tensor * (2 if self.ring > 1 else 1)
+        return -(-self.length // step) * step
 
     @property
     def context_length(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -46,17 +48,29 @@ class LayerStack(MegatronModule):
         """Run the layers.
 
         Args:
-            hidden: [s, b, h].
+            hidden: [s, b, h]; with sequence parallelism this rank's part, [s / TP, b, h].
             angles: [s, b, 1, head_dim], rotary angles; None: positions are in the hidden states already.
             plans: one for each of the stack's first layers; those after them take no part.
             features: what is added after the first layers of this stack, one [n, h] for each.
-            places: [n], where; see ``add_rows``.
+            places: [n], where in ``hidden``; see ``add_rows``.
             routing: what experts must know of the micro-batch.
 
         Returns:
             Hidden states [s, b, h], and what the mergers gave, in the order of their layers.
         """
+        # Ranks that hold different tokens must not drop alike.
+        with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
+            return self._run(hidden, angles, plans, features, places, routing)
 
+    def _run(
+        self,
+        hidden: Tensor,
+        angles: Tensor | None,
+        plans: Sequence[SegmentPlan | None],
+        features: Sequence[Tensor],
+        places: Tensor | None,
+        routing: Routing | None,
+    ) -> tuple[Tensor, list[Tensor]]:
         def run(first: int, last: int) -> Callable[..., tuple[Tensor, ...]]:
             def forward(hidden: Tensor, angles: Tensor | None, *features: Tensor) -> tuple[Tensor, ...]:
                 made = []

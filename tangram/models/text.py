@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -53,9 +54,11 @@ class TextDecoder(MegatronModule):
         super().__init__(config=get_model_config(section, options))
         self.section, self.tp_group = section, groups.tp
         self.pre_process, self.post_process, self.shares_weight = first, last, shares_weight
+        # The embedding and the head see whole sequences on every rank.
+        undivided = get_model_config(section, replace(options, sequence_parallel=False))
         if first:
             self.embedding = LanguageModelEmbedding(
-                self.config,
+                undivided,
                 vocab_size=padded_vocab,
                 max_sequence_length=section.max_position_embeddings,
                 position_embedding_type="rope",
@@ -68,8 +71,8 @@ class TextDecoder(MegatronModule):
             self.output_layer = ColumnParallelLinear(
                 section.hidden_size,
                 padded_vocab,
-                config=self.config,
-                init_method=self.config.init_method,
+                config=undivided,
+                init_method=undivided.init_method,
                 bias=False,
                 skip_bias_add=False,
                 gather_output=False,
@@ -101,6 +104,8 @@ class TextDecoder(MegatronModule):
         routing: Routing | None = None,
     ) -> Tensor:
         """Run the layers and, on the last stage, the final norm: [s, b, h] -> [s, b, h].
+
+        With sequence parallelism ``hidden`` is this rank's part; positions [3, b, s] and the plan are those of the whole.
 
         Args:
             features: DeepStack features [n, h], added after the first layers here, one for each.

@@ -17,8 +17,10 @@ from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.norms import parameter_device
 from tangram.models.position_table import PositionTable
 from tangram.models.projector import Projector
+from tangram.models.regions import collect, divide, split_of
 from tangram.models.registry import find_layer_spec
 from tangram.models.rope import vision_angles
+from tangram.models.sequence import SequenceSplit
 from tangram.models.stack import LayerStack
 from tangram.models.windows import frame_lengths, window_order
 
@@ -89,15 +91,16 @@ class VisionEncoder(MegatronModule):
             grids: (t, h, w) of each image.
 
         Returns:
-            [n, 1, hidden_size], in window order; with mergers here a tuple of it and of each DeepStack feature, [n / merge^2, h_text] in raster
-            order.
+            [n, 1, hidden_size], in window order; with sequence parallelism whole cells of them, this rank's part of the padded sequence. With
+            mergers here a tuple of it and of each DeepStack feature, [n / merge^2, h_text], whole and in raster order.
         """
-        order, plans = self._plans(grids, hidden.device)
+        split = split_of(sum(frame_lengths(grids)), self.config, self.groups.tp, unit=self.section.spatial_merge_size**2)
+        order, plans = self._plans(grids, split, hidden.device)
         angles = vision_angles(grids, self.section.spatial_merge_size, self.section.head_dim, self.section.rope_theta, hidden.device)
         if self.pre_process:
             hidden = self.embed(hidden, grids)[:, None]
-            hidden = hidden if order is None else hidden[order]
-        hidden, made = self.blocks(hidden, angles if order is None else angles[order], plans)
+            hidden = divide(hidden if order is None else hidden[order], split, self.groups.tp)
+        hidden, made = self.blocks(hidden, split.pad(angles if order is None else angles[order], 0), plans)
         return (hidden, *(self.restore_order(rows, grids)[:, 0] for rows in made)) if made else hidden
 
     def features(self, hidden: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -109,7 +112,9 @@ class VisionEncoder(MegatronModule):
         return iter(())
 
     def restore_order(self, merged: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Put the projector's rows [cells, 1, h] back in raster order."""
+        """The rows [cells, 1, h] of the projector or a merger, whole and in raster order; with sequence parallelism from each rank's part."""
+        split = split_of(sum(frame_lengths(grids)) // self.section.spatial_merge_size**2, self.config, self.groups.tp)
+        merged = collect(merged, split, self.groups.tp)[: split.length]
         if self.section.window_attn_size is None:
             return merged
         cells, _ = self._windows(grids)
@@ -120,15 +125,16 @@ class VisionEncoder(MegatronModule):
         assert section.window_attn_size is not None
         return window_order(grids, section.spatial_merge_size, section.window_attn_size // section.patch_size // section.spatial_merge_size)
 
-    def _plans(self, grids: Sequence[Grid], device: torch.device) -> tuple[Tensor | None, list[SegmentPlan | None]]:
-        """Order of the patches (None: as they come), and the segments of each layer here."""
-        frames = SegmentPlan.from_lengths(frame_lengths(grids), device)
+    def _plans(self, grids: Sequence[Grid], split: SequenceSplit, device: torch.device) -> tuple[Tensor | None, list[SegmentPlan | None]]:
+        """Order of the patches (None: as they come), and the segments of each layer here; padding is a segment of its own."""
+        padding = [split.padded - split.length] if split.padded > split.length else []
+        frames = SegmentPlan.from_lengths(frame_lengths(grids) + padding, device)
         if self.section.window_attn_size is None:
             return None, [frames] * len(self.blocks.numbers)
         cells, sizes = self._windows(grids)
         square = self.section.spatial_merge_size**2
         order = (cells[:, None] * square + torch.arange(square)).flatten().to(device)
-        windows = SegmentPlan.from_lengths([size * square for size in sizes], device)
+        windows = SegmentPlan.from_lengths([size * square for size in sizes] + padding, device)
         full = set(self.section.fullatt_block_indexes or ())
         return order, [frames if i in full else windows for i in self.blocks.numbers]
 

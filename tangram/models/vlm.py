@@ -17,12 +17,15 @@ from tangram.config.model import Grid, ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
-from tangram.models.attention import SegmentPlan, packed_plan
 from tangram.models.config import BuildOptions, get_model_config
+from tangram.models.context import installed
 from tangram.models.experts import routing_of
-from tangram.models.media import media_places, put_rows
+from tangram.models.media import media_places, own_rows, put_rows
 from tangram.models.payload import activation_shapes, pack, unpack
+from tangram.models.regions import collect, collect_context, divide, split_of, spread_over_context
 from tangram.models.registry import find_component
+from tangram.models.sequence import SequenceSplit
+from tangram.models.text_plan import text_plan
 from tangram.placement.topology import Chunk, Topology
 
 
@@ -34,7 +37,7 @@ class ImageEncoder(MegatronModule):
 
     def __init__(self, section: ImageEncoderConfig, options: BuildOptions, chunk: Chunk, groups: ProcessGroupCollection) -> None:
         super().__init__(config=get_model_config(section.vision_encoder, options))
-        self.section = section
+        self.section, self.tp_group = section, groups.tp
         self.pre_process, self.post_process = chunk.vision_first, chunk.vision_last
         encoder, projector = section.vision_encoder, section.vision_projector
         self.encoder: Any = find_component(encoder)(encoder, options, chunk.vision, chunk.vision_first, groups)
@@ -45,7 +48,10 @@ class ImageEncoder(MegatronModule):
 
     def forward(self, hidden: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
         """Pixels or the previous stage's output -> hidden states [places, 1, h_vision] or, at the end, media tokens [n, 1, h_text]; and the
-        DeepStack features [n, h_text] made here."""
+        DeepStack features [n, h_text] made here.
+
+        With sequence parallelism hidden states are this rank's part; media tokens and features are always whole.
+        """
         answer = self.encoder(hidden, grids)
         hidden, *features = answer if isinstance(answer, tuple) else (answer,)
         if self.post_process:
@@ -80,6 +86,7 @@ class VLMModel(MegatronModule):
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.model, self.chunk, self.topology, self.tp_group = model, chunk, topology, groups.tp
+        self.context = installed(topology.context)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = chunk.vp_rank if topology.virtual > 1 else None
         self.pre_process = chunk.position == 0
@@ -157,7 +164,8 @@ class VLMModel(MegatronModule):
         Returns:
             The tensor for the next chunk; on the last one a dict. With labels, ``loss_dict`` holds ``token_losses`` [n], fp32, of the n
             supervised positions and the number of the sample that each belongs to, ``samples`` [n], and ``logits`` is None: the head runs on
-            those positions alone. Without labels, ``logits`` is [b, s, padded_vocab / TP].
+            those positions alone. Without labels, ``logits`` is [b, s, padded_vocab / TP]. Over context-parallel ranks both are whole on each,
+            and gradients lead to its own tokens alone, so that sums over ranks count each token once.
 
         Raises:
             DataError: the image or video placeholders in ``input_ids`` are not as many as the tokens of the images or videos.
@@ -171,22 +179,23 @@ class VLMModel(MegatronModule):
         if self.text_decoder is None:
             assert hidden is not None
             return pack([hidden, *features])
+        split = split_of(input_ids.shape[1], self.config, self.tp_group, context=self.context)
         places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
         if self.chunk.text_first:
-            hidden = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, places, images, videos)
-        if cu_seqlens is None:
-            plan = _text_plan(attention_mask)
-        else:
-            assert cu_seqlens_padded is not None, "cu_seqlens_padded goes with cu_seqlens"
-            plan = packed_plan(cu_seqlens.tolist(), cu_seqlens_padded.tolist(), input_ids.device)
+            merged = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, places, images, videos)
+            hidden = divide(merged, split, self.tp_group)
+        plan = text_plan(split, self.context, attention_mask, cu_seqlens, cu_seqlens_padded, input_ids.device)
         due = len(self.chunk.text)
-        routing = routing_of(self.model.text_decoder, input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
-        hidden = self.text_decoder(hidden, position_ids, plan, features[:due], places, routing)
+        added = own_rows(features[:due], places, input_ids.shape[0], split, self.tp_group)
+        routing = routing_of(self.model.text_decoder, split, input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
+        hidden = self.text_decoder(hidden, split.take_context(split.pad(position_ids, -1), -1), plan, *added, routing)
         if not self.chunk.text_last:
             return pack([hidden, *features[due:]])
+        hidden = collect(hidden, split, self.tp_group)
         if labels is None:
-            return {"loss_dict": {}, "logits": self.text_decoder.project(hidden).transpose(0, 1)}
-        return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded), "logits": None}
+            logits = collect_context(self.text_decoder.project(hidden), split, self.context)
+            return {"loss_dict": {}, "logits": logits.transpose(0, 1)}
+        return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded, split), "logits": None}
 
     def _received(self, batch: dict[str, Tensor | None]) -> tuple[Tensor | None, list[Tensor]]:
         """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""
@@ -224,35 +233,20 @@ class VLMModel(MegatronModule):
             return 0
         return sum(map(self.model.image_encoder.vision_encoder.tokens, grids))
 
-    def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None) -> dict[str, Tensor]:
+    def _losses(self, hidden: Tensor, labels: Tensor, cu_seqlens_padded: Tensor | None, split: SequenceSplit) -> dict[str, Tensor]:
+        """Of all supervised positions, on every context rank; the graph of each leads to its own alone."""
         rows, positions = (labels[:, 1:] != -100).nonzero(as_tuple=True)
-        section, targets, hidden = self.model.text_decoder, labels[rows, positions + 1], hidden[positions, rows]
+        here, local = split.context_local_of(positions)
+        section, targets, hidden = self.model.text_decoder, labels[rows, positions + 1][here], hidden[local, rows[here]]
         if section.loss_chunk_size is None:
             losses = vocab_parallel_token_losses(self.text_decoder.project(hidden), targets, section.vocab_size, self.tp_group)
         else:
             losses = self.text_decoder.chunked_losses(hidden, targets, section.loss_chunk_size)
-        return {"token_losses": losses, "samples": samples_of(rows, positions, cu_seqlens_padded)}
+        return {"token_losses": spread_over_context(losses, here, self.context), "samples": samples_of(rows, positions, cu_seqlens_padded)}
 
 
 def _grids(thw: Tensor | None) -> list[Grid]:
     return [(t, h, w) for t, h, w in thw.tolist()] if thw is not None else []
-
-
-def _text_plan(attention_mask: Tensor | None) -> SegmentPlan | None:
-    """Causality alone is enough unless a mask has holes: padding on the right is never seen by a real token."""
-    if attention_mask is None:
-        return None
-    size = attention_mask.shape[-1]
-    if attention_mask.dim() == 2:
-        if bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
-            return None
-        causal = torch.ones(size, size, dtype=torch.bool, device=attention_mask.device).tril()
-        seen = causal & attention_mask.bool()[:, None, :]
-    else:
-        seen = attention_mask.bool()
-    # A padding token sees itself, so that no row of the softmax is empty.
-    seen = seen | torch.eye(size, dtype=torch.bool, device=seen.device)
-    return SegmentPlan(mask=seen[:, None])
 
 
 def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtype: torch.dtype, padded_vocab: int) -> VLMModel:
@@ -262,7 +256,11 @@ def build_model_chunk(model: ModelConfig, chunk: Chunk, topology: Topology, dtyp
     """
     on_cpu = not torch.cuda.is_available()
     options = BuildOptions(
-        dtype=dtype, tensor_model_parallel_size=topology.tensor, expert_model_parallel_size=topology.expert, on_cpu=on_cpu
+        dtype=dtype,
+        tensor_model_parallel_size=topology.tensor,
+        sequence_parallel=topology.sequence_parallel,
+        expert_model_parallel_size=topology.expert,
+        on_cpu=on_cpu,
     )
     config = get_model_config(model.text_decoder, options)
     config.pipeline_model_parallel_size = topology.pipeline

@@ -78,11 +78,14 @@ class Topology:
         expert: expert-parallel size.
         vision_tensor: tensor-parallel size of the vision encoder and the projector where it is another; None: ``tensor``. The component
             with the smaller size repeats its parts: rank r holds part r modulo the size.
+        sequence_parallel: tensor-parallel ranks divide activations along the sequence between their layers' linears. It moves no weight.
+        context: context-parallel size: ranks that hold the same weights and share the tokens of a micro-batch.
+        ring: how many of them attend in a ring; see ``tangram.models.sequence.SequenceSplit``.
 
     Raises:
-        ConfigError: sizes below 1, a tensor-parallel size that is no multiple of the other, grids of different shape, the text decoder
-            empty, a stage of vision layers after the first text layer, a gap inside a component, or a pipeline rank that holds no layer at
-            all.
+        ConfigError: sizes below 1, a tensor-parallel size that is no multiple of the other, sequence parallelism without tensor
+            parallelism, grids of different shape, the text decoder empty, a stage of vision layers after the first text layer, a gap inside
+            a component, or a pipeline rank that holds no layer at all.
     """
 
     tensor: int = 1
@@ -90,6 +93,9 @@ class Topology:
     text: LayerGrid = ((1,),)
     expert: int = 1
     vision_tensor: int | None = None
+    sequence_parallel: bool = False
+    context: int = 1
+    ring: int = 1
     _chunks: tuple[Chunk, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
@@ -127,6 +133,11 @@ class Topology:
         """Ranks that hold the model once, experts aside."""
         return self.tensor_ranks * self.pipeline
 
+    @property
+    def ranks_of_a_batch(self) -> int:
+        """Ranks that work on the same micro-batch: they hold the model once, or as often as context-parallel ranks share its tokens."""
+        return self.model_parallel_size * self.context
+
     @classmethod
     def build(
         cls,
@@ -138,6 +149,9 @@ class Topology:
         llm_pp_layers: Sequence[int] | Sequence[Sequence[int]] | None = None,
         expert: int = 1,
         vision_tensor: int | None = None,
+        sequence_parallel: bool = False,
+        context: int = 1,
+        ring: int = 1,
     ) -> Topology:
         """Build a topology from layer lists as users write them, and check them against the model.
 
@@ -161,12 +175,26 @@ class Topology:
             total = sum(map(sum, grid))
             if total != layers:
                 raise ConfigError(f"{what} {_show(grid)} sums to {total}, but the model has {layers} layers; correct the list")
-        return cls(tensor=tensor, vision=vision, text=text, expert=expert, vision_tensor=vision_tensor)
+        return cls(
+            tensor=tensor,
+            vision=vision,
+            text=text,
+            expert=expert,
+            vision_tensor=vision_tensor,
+            sequence_parallel=sequence_parallel,
+            context=context,
+            ring=ring,
+        )
 
     def __post_init__(self) -> None:
-        for what, size in (("tensor", self.tensor), ("expert", self.expert), ("vision tensor", self.tensor_of("vision"))):
+        sizes = ("tensor", self.tensor), ("expert", self.expert), ("vision tensor", self.tensor_of("vision")), ("context", self.context)
+        for what, size in sizes:
             if size < 1:
                 raise ConfigError(f"{what}-parallel size {size} must be at least 1")
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigError("sequence_parallel divides activations over tensor-parallel ranks, and there is one; raise the tensor-parallel size")
+        if self.ring < 1 or self.context % self.ring:
+            raise ConfigError(f"a ring of {self.ring} ranks does not divide context-parallel size {self.context}; choose another")
         small, large = sorted((self.tensor, self.tensor_of("vision")))
         if large % small:
             raise ConfigError(

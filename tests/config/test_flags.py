@@ -20,7 +20,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--tensor-model-parallel-size": ("2", 2),
     "--pipeline-model-parallel-size": ("2", 2),
     "--virtual-pipeline-model-parallel-size": ("2", 2),
-    "--context-parallel-size": ("1", 1),
+    "--context-parallel-size": ("2", 2),
+    "--context-parallel-algo": ("megatron_cp_algo", "megatron_cp_algo"),
     "--expert-model-parallel-size": ("2", 2),
     "--moe-token-dispatcher-type": ("allgather", "allgather"),
     "--distributed-timeout-minutes": ("20", 20),
@@ -51,6 +52,11 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--wandb-project": ("eyes", "eyes"),
 }
 TOGETHER: dict[str, list[str]] = {
+    "--sequence-parallel": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "--ulysses-degree-in-cp": [
+        *("--context-parallel-size", "4", "--context-parallel-algo", "hybrid_cp_algo"),
+        *("--ulysses-degree-in-cp", "2"),
+    ],
     "--wandb-project": ["--wandb-project", "eyes", "--wandb-exp-name", "first", "--wandb-save-dir", "/wandb"],
     "--recompute-granularity": ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"],
     "--eval-interval": ["--eval-interval", "5", "--eval-iters", "2"],
@@ -90,7 +96,7 @@ def test_every_working_flag_reaches_the_run(files: Files, name: str) -> None:
         words = [name, text]
     got = at(files.run(*words), flag.key)
     assert got == expected
-    if name not in ("--context-parallel-size", "--optimizer"):
+    if name != "--optimizer":
         assert got != without
 
 
@@ -232,11 +238,31 @@ def test_bad_values_name_the_flag(files: Files) -> None:
         files.run("--save-interval", "10")
 
 
-def test_context_parallelism_is_refused_before_anything_is_read(files: Files) -> None:
-    with pytest.raises(
-        ConfigError, match="flags: --context-parallel-size: context parallelism is not supported yet by the megatron backend, got size 2"
-    ):
-        files.run("--context-parallel-size", "2")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo",
+            "hybrid_cp_algo needs ulysses_degree_in_cp, the ranks that share heads; give it",
+        ),
+        (
+            "--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 3",
+            "ulysses_degree_in_cp 3 must divide context_parallel_size 4 and be neither 1 (megatron_cp_algo) nor all of it (ulysses_cp_algo)",
+        ),
+        (
+            "--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2",
+            "ulysses_degree_in_cp 2 must divide context_parallel_size 2 and be neither 1 (megatron_cp_algo) nor all of it (ulysses_cp_algo)",
+        ),
+        (
+            "--context-parallel-size 4 --ulysses-degree-in-cp 2",
+            "ulysses_degree_in_cp 2 is of hybrid_cp_algo, and context_parallel_algo is ulysses_cp_algo; remove one",
+        ),
+        ("--context-parallel-algo ring", "Input should be 'ulysses_cp_algo', 'megatron_cp_algo' or 'hybrid_cp_algo', got 'ring'"),
+    ],
+)
+def test_context_ranks_must_fit_their_algorithm(files: Files, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        files.run(*flags.split())
 
 
 def test_callers_own_flags_and_defaults(files: Files) -> None:
@@ -262,6 +288,7 @@ def test_model_json_may_repeat_the_runs_dtype_only(files: Files) -> None:
 # fmt: off
 PUBLIC_7B = [
     "--use-mcore-models", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2", "--context-parallel-size", "1",
+    "--context-parallel-algo", "ulysses_cp_algo",
     "--micro-batch-size", "1", "--global-batch-size", "192", "--tokenizer-type", "NullTokenizer", "--vocab-size", "152064", "--seq-length",
     "1024", "--make-vocab-size-divisible-by", "1", "--normalization", "RMSNorm", "--use-fused-rmsnorm", "--swiglu", "--use-fused-swiglu",
     "--no-masked-softmax-fusion", "--lr", "1.0e-5", "--lr-decay-style", "cosine", "--weight-decay", "0", "--train-iters", "10000",
@@ -271,7 +298,7 @@ PUBLIC_7B = [
     "save_dir", "--log-tps", "--distributed-backend", "nccl",
 ]
 # fmt: on
-"""Flags of the public 7B launch script, less --context-parallel-algo, --ckpt-format torch, --eval-interval and --eval-iters."""
+"""Flags of the public 7B launch script, less --ckpt-format torch, --eval-interval and --eval-iters."""
 
 
 def test_public_launch_flags_port() -> None:
@@ -279,10 +306,7 @@ def test_public_launch_flags_port() -> None:
     run = parse_flags([*files, *PUBLIC_7B]).run
     assert run.topology().order[1].text == range(12, 28)
     assert (run.training.lr, run.training.clip_grad, run.training.weight_decay, run.training.global_batch_size) == (1e-5, 0.0, 0.0, 192)
-    for flag, message in (
-        ("--context-parallel-algo ulysses_cp_algo", "context parallelism is not supported yet; remove it"),
-        ("--ckpt-format torch", "only torch_dist"),
-    ):
+    for flag, message in (("--ckpt-format torch", "only torch_dist"),):
         with pytest.raises(ConfigError, match=message):
             parse_flags([*files, *PUBLIC_7B, *flag.split()])
 

@@ -127,6 +127,14 @@ def test_heads_that_do_not_divide(files: Files) -> None:
     assert "text_decoder.num_query_groups (key/value heads) 6, text_decoder.num_attention_heads 6; use 1 or 2" in message
 
 
+def test_sequence_parallelism_needs_ranks_to_divide_over(files: Files) -> None:
+    found = report(files, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert not found.errors
+    assert next(f.detail for f in found.findings if f.rule == "tensor parallel").endswith("divide by 2, activations divided along the sequence")
+    with pytest.raises(ConfigError, match=r"sequence_parallel divides .* tensor_model_parallel_size is 1; raise it, or leave sequence_parallel out"):
+        files.run("--sequence-parallel")
+
+
 def test_projector_that_does_not_divide(files: Files) -> None:
     files.vision.update(hidden_size=12, num_attention_heads=3, ffn_hidden_size=96)
     files.model["image_encoder"]["vision_projector"].update(input_size=12, ffn_hidden_size=48)
@@ -280,6 +288,7 @@ def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
 SCRIPTS = [
     *(f"qwen2vl/finetune_{size}.sh" for size in ("2b", "7b", "72b")),
     *(f"qwen2.5vl/finetune_{size}.sh" for size in ("3b", "7b", "32b", "72b")),
+    *(f"qwen3vl/finetune_{size}.sh" for size in ("2b", "4b", "8b", "32b")),
 ]
 
 
@@ -319,3 +328,32 @@ def test_errors_are_one_line(files: Files) -> None:
     for error in report(files, "--tensor-model-parallel-size", "2", "--load", "x").errors:
         assert isinstance(error, TangramError)
         assert "\n" not in str(error)
+
+
+def test_ranks_that_share_a_micro_batch_count_with_the_others(files: Files) -> None:
+    found = report(files, "--context-parallel-size", "2", "--global-batch-size", "4", world=4)
+    assert not found.errors
+    details = {finding.rule: finding.detail for finding in found.findings}
+    assert details["processes"] == "4 processes = TP 1 x CP 2 x PP 1 x DP 2"
+    assert details["context parallel"] == "2 ranks: 2 ranks share 4 heads"
+    assert details["global batch"] == "4 samples = 1 x DP 2 x 2 micro-batches"
+    message = fault(files, "--context-parallel-size", "2", world=3)
+    assert message.startswith(
+        "3 processes cannot be split into tensor-parallel 1 x context-parallel 2 x pipeline-parallel 1 = 2; start a multiple of 2"
+    )
+
+
+def test_heads_that_context_ranks_cannot_share(files: Files) -> None:
+    """4 heads and 2 key/value heads, of which a tensor-parallel rank of 2 has 2 and 1."""
+    message = fault(files, "--context-parallel-size", "3")
+    assert message.startswith("3 Ulysses ranks cannot share 4 attention heads and 2 key/value heads = 4 and 2:") and "use 1 or 2 or 4" in message
+    message = fault(files, "--context-parallel-size", "4", "--tensor-model-parallel-size", "2")
+    assert "2 key/value heads / tensor_model_parallel_size 2 = 2 and 1:" in message and "use 1 or 2, or megatron_cp_algo" in message
+    assert not report(files, "--context-parallel-size", "3", "--context-parallel-algo", "megatron_cp_algo").errors
+    files.text["attention_dropout"] = 0.1
+    assert not report(files, "--context-parallel-size", "2").errors
+    message = fault(files, "--context-parallel-size", "3", "--context-parallel-algo", "megatron_cp_algo")
+    assert message == (
+        "text_decoder.attention_dropout 0.1 cannot be drawn where keys travel round a ring (context_parallel_algo megatron_cp_algo); set it to 0, "
+        "or use ulysses_cp_algo"
+    )

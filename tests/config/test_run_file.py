@@ -59,8 +59,8 @@ def test_numbers_that_no_run_can_use(files: Files, setting: str) -> None:
         ("backend: megatron", "backend: fsdp", "backend: Input should be 'megatron' or 'fsdp2', got 'fsdp' (did you mean 'fsdp2'?)"),
         (
             "backend: megatron",
-            "parallel: {context_parallel_size: 2}",
-            "context parallelism is not supported yet by the megatron backend",
+            "parallel: {context_parallel_size: 0}",
+            "parallel.context_parallel_size: Input should be greater than or equal to 1, got 0",
         ),
         (
             "backend: megatron",
@@ -207,7 +207,9 @@ def other(value: Any) -> list[Any]:
     if isinstance(value, (int, float)):
         return [value + 1, value * 2, value / 2]
     if isinstance(value, str):
-        words = "nccl bf16 hf level2 ArithmeticUtilization python offline linear per_token_loss interleave_over sequential sample skip"
+        words = (
+            "megatron_cp_algo nccl bf16 hf level2 ArithmeticUtilization python offline linear per_token_loss interleave_over sequential sample skip"
+        )
         return [*words.split(), value + "x"]
     if isinstance(value, list):
         return [[*value, 1], [*value, "x"]]
@@ -216,7 +218,6 @@ def other(value: Any) -> list[Any]:
 
 FIXED = {
     ("backend",),
-    ("parallel", "context_parallel_size"),
     ("training", "optimizer"),
     ("data", "dataset_param", "dataset_type"),
     ("data", "dataset_param", "own"),
@@ -227,6 +228,10 @@ FIXED = {
 }
 TOGETHER = {
     ("parallel", "overlap_param_gather"): {"parallel": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}},
+    ("parallel", "ulysses_degree_in_cp"): {
+        "parallel": {"context_parallel_size": 8, "context_parallel_algo": "hybrid_cp_algo", "ulysses_degree_in_cp": 2}
+    },
+    ("parallel", "sequence_parallel"): {"parallel": {"tensor_model_parallel_size": 2}},
     ("training", "eval_iters"): {"training": {"eval_interval": 1}},
     ("training", "eval_interval"): {"training": {"eval_iters": 1}},
     ("training", "save_interval"): {"training": {"save": "/x"}},
@@ -284,7 +289,7 @@ def test_fixed_keys_refuse_other_values(files: Files) -> None:
         section = content
         for part in path[:-1]:
             section = section[part]
-        section[path[-1]] = 2 if path[-1] == "context_parallel_size" else "other"
+        section[path[-1]] = "other"
         with pytest.raises(ValueError, match=path[-1]):
             RunConfig.model_validate(content)
 

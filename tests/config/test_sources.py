@@ -17,7 +17,7 @@ from tangram.families import get_family
 from tests.config.conftest import EXAMPLES, Files
 from tests.families.sizes import SIZES
 
-FACTS = RunFacts(dtype="bf16", seq_length=1024)
+FACTS = RunFacts(dtype="bf16", seq_length=1024, sequence_parallel=True, context_parallel_size=1)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ def public_model() -> dict[str, Any]:
         "use_fused_rotary_pos_emb": True,
         "attention_softmax_in_fp32": True,
         "parallel_output": True,
+        "sequence_parallel": True,
         "group_query_attention": True,
         "rope_scaling": None,
         "use_remove_padding": False,
@@ -120,6 +121,8 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
             "use_vit_dp: true cannot be had here, only false or null: it is not supported yet; remove",
         ),
         ("vision", "num_query_groups", 2, "num_query_groups: 2 does not agree with num_attention_heads, which is 4"),
+        ("text", "context_parallel_size", 2, "text_decoder.context_parallel_size: 2 does not agree with parallel.context_parallel_size"),
+        ("vision", "sequence_parallel", False, "vision_encoder.sequence_parallel: false does not agree with parallel.sequence_parallel"),
         ("text", "params_dtype", "fp16", "text_decoder.params_dtype: 'fp16' does not agree with the run's dtype, which is 'bf16'"),
         ("text", "bf16", False, "text_decoder.bf16: false does not agree with the run's dtype, which is true"),
         ("text", "seq_length", 2048, "text_decoder.seq_length: 2048 does not agree with the run's seq_length, which is 1024"),

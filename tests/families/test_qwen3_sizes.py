@@ -123,9 +123,9 @@ def test_local_shapes_of_30b() -> None:
     assert {block.canonical_start[0] for block in tensors[f"{layer}.mlp.experts.local_experts.15.linear_fc2.weight"].blocks} == {127}
 
 
-@pytest.mark.parametrize("size", ["8b", "30b"])
+@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b", "30b"])
 def test_examples_describe_the_published_models(size: str) -> None:
     model = read_model(EXAMPLES / f"model_{size}.json")
     assert model.image_encoder is not None
     assert differences(model, get_family(QWEN3_VL[size]["model_type"]).from_hf_config(QWEN3_VL[size])) == []
-    assert (model.image_encoder.vision_encoder.pipeline_num_layers, model.text_decoder.pipeline_num_layers) == LISTS[size][1]
+    assert (model.image_encoder.vision_encoder.pipeline_num_layers, model.text_decoder.pipeline_num_layers) in LISTS[size]

@@ -58,6 +58,12 @@ def make_hf(family: str, tied: bool = False) -> Any:
         windows = {"window_size": 56, "fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
         config = transformers.Qwen2_5_VLConfig(text_config=dict(TEXT), vision_config=vision | windows, tie_word_embeddings=tied, **SPECIAL)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    elif family == "qwen3_vl":
+        text = {**TEXT, "head_dim": 16, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]}}
+        tower = {"depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "out_hidden_size": 64, "patch_size": 14}
+        deepstack = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1, 3]}
+        config = transformers.Qwen3VLConfig(text_config=text, vision_config=tower | deepstack, tie_word_embeddings=tied, **SPECIAL)
+        model = transformers.Qwen3VLForConditionalGeneration(config)
     else:
         vision = {"depth": 4, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 4, "hidden_size": 64}
         config = transformers.Qwen2VLConfig(text_config=dict(TEXT), vision_config=vision, tie_word_embeddings=tied, **SPECIAL)

@@ -52,7 +52,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("left_pad", [False, True])
 def test_loss_logits_and_every_gradient_match(one_process: None, family: str, tied: bool, left_pad: bool) -> None:

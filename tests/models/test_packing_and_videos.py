@@ -15,7 +15,8 @@ from tangram.data.media import Medium
 from tangram.errors import DataError
 from tangram.families import get_family
 from tangram.losses.modes import reduce_token_losses
-from tangram.models.attention import packed_plan
+from tangram.models.attention import SegmentPlan
+from tangram.models.text_plan import packed_lengths
 from tangram.models.vlm import VLMModel
 from tests.models.conftest import SPECIAL, hf_config, hf_positions, make_hf, run_hf
 from tests.models.test_against_hf import assemble, canonical_gradients, relative
@@ -189,7 +190,7 @@ def test_no_token_sees_another_sample_or_padding(one_process: None) -> None:
 
 
 def test_a_padding_token_sees_itself_alone() -> None:
-    plan = packed_plan([0, 3, 5], [0, 4, 8], torch.device("cpu"))
+    plan = SegmentPlan.from_lengths(packed_lengths([0, 3, 5], [0, 4, 8], 8), torch.device("cpu"))
     segments = sorted(segment for group in plan.groups for segment in group.index.tolist())
     assert segments == [[0, 1, 2], [3], [4, 5], [6], [7]]
 

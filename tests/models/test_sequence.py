@@ -8,8 +8,8 @@ import torch
 from tangram.models.sequence import SequenceSplit
 
 
-def ranks(length: int, context: int = 1, ring: int = 1, tensor: int = 1) -> list[SequenceSplit]:
-    return [SequenceSplit(length, context, c, ring, tensor, t) for c in range(context) for t in range(tensor)]
+def ranks(length: int, context: int = 1, ring: int = 1, tensor: int = 1, unit: int = 1) -> list[SequenceSplit]:
+    return [SequenceSplit(length, context, c, ring, tensor, t, unit) for c in range(context) for t in range(tensor)]
 
 
 EXAMPLES = {
@@ -22,6 +22,7 @@ EXAMPLES = {
     "ring of 2, ulysses of 2": (ranks(16, context=4, ring=2), 16, [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]),
     "ring of 2, ulysses of 3": (ranks(11, context=6, ring=2), 12, [[0, 1], [2, 9], [10, 11], [3, 4], [5, 6], [7, 8]]),
     "tensor inside a ring": (ranks(8, context=2, ring=2, tensor=2), 8, [[0, 1], [6, 7], [2, 3], [4, 5]]),
+    "tensor, in units of 4": (ranks(12, tensor=2, unit=4), 16, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]),
     "tensor inside ulysses": (ranks(10, context=2, tensor=3), 12, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]),
 }
 

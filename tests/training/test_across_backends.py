@@ -24,7 +24,7 @@ FOUR = split(2, [4, 0], [1, 3], use_distributed_optimizer=True)
 def trial_of_both(folder: Path, dtype: str, family: str = "qwen2_5_vl") -> tuple[Trial, Path]:
     """A run file of each backend for one run: 8 samples in micro-batches of 2, a warm-up and a cosine."""
     schedule = {"lr_warmup_iters": 2, "lr_decay_style": "cosine", "weight_decay": 0.0}
-    trial = kit.write_trial(folder, **schedule, dtype=dtype, family=family)
+    trial = kit.write_trial(folder, family=family, **schedule, dtype=dtype)
     trial.edit({"model": {"cast_weights": True}})
     content = yaml.safe_load(trial.run_file.read_text())
     own = content["training"]

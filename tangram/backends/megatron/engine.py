@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
-from tangram.backends.megatron.forward import ForwardStep, check_report, get_batch, report_loss
+from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, get_batch, report_loss
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdown
 from tangram.backends.megatron.settings import ddp_config, freeze_arguments, optimizer_config
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.config.context import check_context
 from tangram.config.model import ExpertKeys, ModelConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -80,6 +81,7 @@ class MegatronEngine:
         self.run = run
         self.topology = run.topology()
         self.model = run.assembled_model()
+        check_context(self.model.text_decoder, run.parallel)
         self.dtype = DTYPES[run.training.dtype]
         self.ranks: ParallelRanks = initialize(run.parallel, self.topology, run.training.seed)
         self.data_parallel_rank = self.ranks.data_parallel_rank
@@ -95,7 +97,7 @@ class MegatronEngine:
         self.models = self._wrap(modules)
         self.optimizer = self._make_optimizer()
         self.needs_pixels = any(local.chunk.vision_first for local in self.chunks)
-        self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == 0
+        self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == self.ranks.context_parallel_rank == 0
         self._forward_step = forward_step or _default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
         self._prepare_schedule(first, last)
 
@@ -242,13 +244,19 @@ class MegatronEngine:
         if isinstance(output, Tensor):
             # The schedule frees an output's memory once sent, which it cannot do to a view.
             output = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
-        return output, lambda value: check_report(loss_func(value))
+        return output, lambda value: self._count_once(check_report(loss_func(value)))
+
+    def _count_once(self, report: LossReport) -> LossReport:
+        """Context-parallel ranks all find the whole loss of a micro-batch, and each gradients of its own tokens; one of them counts for all."""
+        numerator, denominator, log = report
+        return numerator, denominator if self.ranks.context_parallel_rank == 0 else denominator * 0, log
 
     def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
         """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
         weighed = any("loss_weight" in batch for batch in micro_batches)
         totals = [0.0, 0.0, 0.0, 0.0]
-        if self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1 and self.ranks.tensor_parallel_rank == 0:
+        first = self.ranks.tensor_parallel_rank == self.ranks.context_parallel_rank == 0
+        if first and self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
             pairs = [report["loss"] for report in reports]
             labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
             weights = sum(float(batch.get("loss_weight", 0)) for batch in micro_batches)

@@ -13,6 +13,7 @@ from tangram.backends.megatron.cpu import adapt
 from tangram.backends.processes import join_processes
 from tangram.config.run import ParallelConfig
 from tangram.errors import ConfigError
+from tangram.models.context import install, make_groups
 from tangram.placement.topology import Topology
 from tangram.platform import current
 
@@ -25,6 +26,8 @@ class ParallelRanks:
     world_size: int
     tensor_parallel_rank: int
     pipeline_parallel_rank: int
+    context_parallel_rank: int
+    """Among the ranks that share the tokens of a micro-batch; all have the same ``data_parallel_rank``."""
     data_parallel_rank: int
     data_parallel_size: int
     expert_parallel_rank: int
@@ -36,16 +39,17 @@ class ParallelRanks:
 
 
 def data_parallel_size(world_size: int, topology: Topology) -> int:
-    """Copies of the model that ``world_size`` processes make.
+    """Micro-batches that ``world_size`` processes work on at a time: copies of the model, over context-parallel size.
 
     Raises:
         ConfigError: the processes do not make whole copies.
     """
-    copies, rest = divmod(world_size, topology.model_parallel_size)
+    copies, rest = divmod(world_size, topology.ranks_of_a_batch)
     if rest or copies == 0:
+        context = f" x context-parallel {topology.context}" if topology.context > 1 else ""
         raise ConfigError(
-            f"world size {world_size} is not divisible by tensor-parallel {topology.tensor} x pipeline-parallel {topology.pipeline} = "
-            f"{topology.model_parallel_size}; start a multiple of {topology.model_parallel_size} processes"
+            f"world size {world_size} is not divisible by tensor-parallel {topology.tensor}{context} x pipeline-parallel {topology.pipeline} = "
+            f"{topology.ranks_of_a_batch}; start a multiple of {topology.ranks_of_a_batch} processes"
         )
     if copies % topology.expert:
         raise ConfigError(
@@ -58,12 +62,12 @@ def data_parallel_size(world_size: int, topology: Topology) -> int:
 def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> ParallelRanks:
     """Join the process group (of torchrun's environment, or of this process alone) and build the groups of ``topology``.
 
-    A second call replaces the groups of the first. Ranks are ordered tensor, data, pipeline, as Megatron does; of the
-    data-parallel ranks, neighbours divide the experts.
+    A second call replaces the groups of the first. Ranks are ordered tensor, context, data, pipeline, as Megatron does; of the
+    context-parallel and data-parallel ranks, neighbours divide the experts.
 
     Args:
-        seed: of the dropout generators: equal over the tensor-parallel ranks where activations are equal, different over data-parallel
-            ranks and stages.
+        seed: of the dropout generators: equal over the tensor-parallel ranks where activations are equal, different over context-parallel and
+            data-parallel ranks and stages.
 
     Raises:
         ConfigError: the processes do not make whole copies of the model, or virtual stages without a pipeline.
@@ -83,6 +87,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
+        context_parallel_size=topology.context,
         virtual_pipeline_model_parallel_size=topology.virtual if topology.virtual > 1 else None,
         expert_model_parallel_size=topology.expert,
         expert_tensor_parallel_size=topology.tensor,
@@ -91,12 +96,15 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         get_position_embedding_ranks=lambda ranks: embedding_ranks(topology, ranks)[:1],
         create_gloo_process_groups=False,
     )
+    context_group = parallel_state.get_context_parallel_group()
+    install(make_groups(context_group, topology.ring, timeout) if topology.context > 1 else None)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     ranks = ParallelRanks(
         rank=dist.get_rank(),
         world_size=world_size,
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_parallel_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        context_parallel_rank=context_group.rank(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=copies,
         expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -105,7 +113,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
         gradient_group=_twin(pipeline_group, topology, world_size, timeout),
     )
     # megatron-core derives the tensor-parallel seeds from this one by offsets below 1,000,000.
-    stream = ranks.pipeline_parallel_rank * copies + ranks.data_parallel_rank
+    stream = (ranks.pipeline_parallel_rank * copies + ranks.data_parallel_rank) * topology.context + ranks.context_parallel_rank
     model_parallel_cuda_manual_seed(seed + 1_000_000 * stream, force_reset_rng=True)
     return ranks
 
@@ -121,6 +129,7 @@ def shutdown() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    install(None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

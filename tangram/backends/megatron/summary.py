@@ -77,9 +77,11 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
     with console.capture() as capture:
         console.print(components)
     micro = batch // (run.training.micro_batch_size * data_size)
+    sequence = " with sequence parallelism" if topology.sequence_parallel else ""
+    context = f" x context {topology.context} ({_context(topology)})" if topology.context > 1 else ""
     lines = [
         capture.get().rstrip(),
-        f"split: tensor {topology.tensor} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}"
+        f"split: tensor {topology.tensor}{sequence}{context} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}"
         + (f", of which {topology.expert} divide the experts" if topology.expert > 1 else ""),
         *(
             f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}):"
@@ -91,6 +93,12 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
     if not model.text_decoder.untie_embeddings_and_output_weights:
         lines.append("lm_head: tied to embed_tokens")
     return "\n".join(lines)
+
+
+def _context(topology: Topology) -> str:
+    ulysses = topology.context // topology.ring
+    parts = [f"Ulysses {ulysses}"] if ulysses > 1 else []
+    return " in ".join(parts + ([f"ring {topology.ring}"] if topology.ring > 1 else []))
 
 
 def _show(name: str, layers: range) -> str:

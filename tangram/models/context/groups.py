@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,10 @@ class ContextGroups:
     whole: dist.ProcessGroup
     ulysses: dist.ProcessGroup | None = None
     ring: dist.ProcessGroup | None = None
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes and rank as ``SequenceSplit`` takes them."""
+        return {"context": self.whole.size(), "context_rank": self.whole.rank(), "ring": self.ring.size() if self.ring is not None else 1}
 
     def share_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens for heads: [s, b, heads, d] -> [s * ulysses, b, heads / ulysses, d], and so for key and value [s, b, groups, d].
@@ -47,3 +52,47 @@ class ContextGroups:
             return out
         ranks = self.ulysses.size()
         return exchange(out, self.ulysses, 0, [out.shape[0] // ranks] * ranks, 2, [out.shape[2]] * ranks)
+
+
+def make_groups(whole: dist.ProcessGroup, ring: int, timeout: timedelta) -> ContextGroups:
+    """Groups within each group of context-parallel ranks. Every process must call it.
+
+    Args:
+        ring: ring size; it divides that of ``whole``, of which runs of size / ring ranks are Ulysses ranks.
+    """
+    size, mine = whole.size(), dist.get_process_group_ranks(whole)
+    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    ulysses = size // ring
+    inner = outer = None
+    for ranks in sorted({tuple(ranks) for ranks in everyone}):
+        runs = [list(ranks[first : first + ulysses]) for first in range(0, size, ulysses)]
+        inner = _own([run for run in runs if ring > 1 and ulysses > 1], timeout) or inner
+        outer = _own([list(column) for column in zip(*runs, strict=True) if ring > 1 and ulysses > 1], timeout) or outer
+    if ring == 1:
+        inner = whole
+    elif ulysses == 1:
+        outer = whole
+    return ContextGroups(whole, inner, outer)
+
+
+def _own(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make all groups; the one that this process is in."""
+    made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
+    return next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
+
+
+_installed: ContextGroups | None = None
+
+
+def install(groups: ContextGroups | None) -> None:
+    """Make these the groups of this process, as megatron-core's parallel state holds its own; None: context-parallel size 1."""
+    global _installed
+    _installed = groups
+
+
+def installed(size: int) -> ContextGroups | None:
+    """The groups of this process, which must have ``size`` ranks."""
+    found = _installed.whole.size() if _installed is not None else 1
+    assert found == size, f"context-parallel groups of {found} ranks, {size} wanted"
+    return _installed

@@ -1,0 +1,91 @@
+"""Families and splits of the megatron backend: what runs, held against transformers by ``test_matrix``, and what is refused and why.
+
+``python -m tests.align.matrix`` writes the table of docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tangram.align.run import make_task, open_subject
+from tangram.align.task import Split
+from tangram.config.preflight_rules import GATES, RULES, Subject
+from tangram.errors import TangramError
+from tangram.families.base import get_family
+from tangram.families.tiny import TinySpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+HEADING = "## What runs\n"
+LEGEND = """Each entry that runs is a test (`tests/align/test_matrix.py`): in fp32 the loss, the logits and every gradient lie within 1e-5 of
+transformers' (norm-wise), on micro-batches of a picture, of pictures of two sizes, of a video, and of text alone. What does not run is
+refused by `tangram check`."""
+
+SPLITS = {
+    "one process": Split(),
+    "TP2": Split(tensor=2),
+    "TP2 x SP": Split(tensor=2, sequence_parallel=True),
+    "PP2": Split(pipeline=2),
+    "PP3, uneven": Split(pipeline=3, llm_pp_layers=[0, 1, 3]),
+    "PP4, vision and text over two stages each": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 1, 3]),
+    "PP2 x VPP2, vision over two chunks": Split(pipeline=2, virtual=2, vit_pp_layers=[[3, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 2]]),
+    "TP2 x SP x PP2": Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "CP2, Ulysses": Split(context=2),
+    "CP2, ring": Split(context=2, context_algo="ring"),
+    "CP4, hybrid": Split(context=4, context_algo="hybrid", ulysses=2),
+    "TP2 x SP x PP2 x CP2, ring": Split(tensor=2, sequence_parallel=True, pipeline=2, context=2, context_algo="ring"),
+    "DP2, distributed optimizer": Split(data=2, distributed_optimizer=True),
+    "EP2": Split(data=2, expert=2),
+    "EP2, all-gather": Split(data=2, expert=2, dispatcher="allgather"),
+    "TP2 x SP x EP2": Split(tensor=2, sequence_parallel=True, data=2, expert=2),
+    "PP2 x EP2": Split(pipeline=2, data=2, expert=2),
+}
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
+EXPERTS = {name for name, split in SPLITS.items() if split.expert > 1}
+REFUSED = {**dict.fromkeys(FAMILIES, EXPERTS), "qwen3_vl_moe": {"TP2"}}
+"""By family, what ``tangram check`` refuses."""
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """A small model: four layers of each kind, a vocabulary that does not divide; Qwen3-VL with three DeepStack features."""
+    deepstack = {"deepstack": (0, 1, 3)} if family.startswith("qwen3") else {}
+    get_family(family).tiny(folder, 0, family == "qwen2_5_vl", TinySpec(hidden=32, vocab=515, weight_std=0.1, **deepstack))
+    return folder
+
+
+def refusal(family: str, split: Split, folder: Path) -> str | None:
+    """What ``tangram check`` says against the split of the model in ``folder``; None: it runs."""
+    subject = open_subject(folder, folder / "work")
+    try:
+        run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
+        for _, rule in (*GATES, *RULES):
+            rule(Subject(run, split.processes))
+    except TangramError as error:
+        return str(error)
+    return None
+
+
+def table() -> str:
+    """The table of the page: a cross where a split is refused, and below it why."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = {family: write_model(family, Path(name, family)) for family in FAMILIES}
+        found = {(label, family): refusal(family, split, folders[family]) for label, split in SPLITS.items() for family in FAMILIES}
+    numbers: dict[str, int] = {}
+    lines = [f"| split | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|"]
+    for label in SPLITS:
+        cells = []
+        for family in FAMILIES:
+            why = found[label, family]
+            cells.append("runs" if why is None else f"no [{numbers.setdefault(why, len(numbers) + 1)}]")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in numbers.items())])
+
+
+def page(prose: str) -> str:
+    """``prose`` with the table behind ``HEADING`` as it is now."""
+    own = prose.partition(HEADING)[0]
+    return f"{own}{HEADING}\n{LEGEND}\n\n{table()}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
