@@ -17,6 +17,7 @@ SPLITS = {
     "one process": Split(),
     "experts over two copies, allgather": Split(data=2, expert=2, dispatcher="allgather"),
     "experts over two of four copies, sharded optimizer": Split(data=4, expert=2, distributed_optimizer=True),
+    "tensor-parallel experts": Split(tensor=2, sequence_parallel=True, data=2, expert=2),
     "virtual stages": Split(pipeline=2, virtual=2, data=2, expert=2, vit_pp_layers=[[1, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 1]]),
 }
 SPEC = TinySpec(hidden=32, vocab=515, weight_std=0.1, text_layers=3, vision_layers=2, deepstack=(0, 1), experts=4)
@@ -46,5 +47,5 @@ def test_a_split_that_experts_do_not_allow_is_refused_before_a_process_starts(hf
         align(hf, [Split(data=3, expert=3)])
     with pytest.raises(ConfigError, match="3 copies of the model cannot be divided into expert-parallel groups of 2; change --dp or --ep"):
         align(hf, [Split(data=3, expert=2)])
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size 2 with 4 experts is not supported: "):
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size 2 with 4 experts needs sequence_parallel: "):
         align(hf, [Split(tensor=2)])

@@ -33,9 +33,13 @@ PLAIN: dict[str, dict[str, Any]] = {
     "two, stages": {"parallel": TWO | PIPELINE},
     "four": {"parallel": FOUR},
 }
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CONTEXT = {"context_parallel_size": 2}
 BALANCED: dict[str, dict[str, Any]] = {
     "two, balanced": {"parallel": TWO, "text": ROUTERS},
     "stages, recomputed, balanced": {"parallel": TWO | PIPELINE, "text": ROUTERS | RECOMPUTED},
+    "tensor, balanced": {"parallel": TWO | TENSOR, "text": ROUTERS},
+    "context, balanced": {"parallel": TWO | CONTEXT, "text": ROUTERS},
 }
 PER_SAMPLE: dict[str, dict[str, Any]] = {"per sample, balanced": {"parallel": TWO, "text": ROUTERS, "training": {"loss_type": "per_sample_loss"}}}
 IDLE: dict[str, dict[str, Any]] = {
