@@ -288,7 +288,7 @@ def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
 SCRIPTS = [
     *(f"qwen2vl/finetune_{size}.sh" for size in ("2b", "7b", "72b")),
     *(f"qwen2.5vl/finetune_{size}.sh" for size in ("3b", "7b", "32b", "72b")),
-    *(f"qwen3vl/finetune_{size}.sh" for size in ("2b", "4b", "8b", "32b")),
+    *(f"qwen3vl/finetune_{size}.sh" for size in ("2b", "4b", "8b", "30b", "32b")),
 ]
 
 

@@ -62,7 +62,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[Any], dict[str, Tensor]]]:
     """``found(case)``: what each rank reports of it, and its gradients put together; equal on ranks that hold the same."""
     out = tmp_path_factory.mktemp("gradients")
-    results = on_ranks(4, CASES, "everything", hf, out, PLAIN | BALANCED | PER_SAMPLE | IDLE, CURVES)
+    results = on_ranks(4, CASES, "everything", hf, out, PLAIN | BALANCED | PER_SAMPLE | IDLE, CURVES, patience=300)
 
     def of(case: str) -> tuple[list[Any], dict[str, Tensor]]:
         if case in ("trained", "random"):
