@@ -58,6 +58,9 @@ def refusal(family: str, split: Split, folder: Path) -> str | None:
     subject = open_subject(folder, folder / "work")
     try:
         run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
+        # Virtual stages need as many micro-batches as there are stages.
+        training = run.training.model_copy(update={"gradient_accumulation_steps": split.pipeline})
+        run = run.model_copy(update={"training": training})
         for _, rule in (*GATES, *RULES):
             rule(Subject(run, split.processes))
     except TangramError as error:

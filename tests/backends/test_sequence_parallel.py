@@ -1,0 +1,96 @@
+"""Sequence parallelism: against transformers, against one process, and copies of parameters that must stay copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.align.batch import write_batch
+from tangram.align.curves import relative
+from tangram.align.reference import load_reference, loss_curve
+from tangram.align.run import align, make_task, open_subject, prepare_batch
+from tangram.align.task import Curve, Split, TaskList
+from tangram.config.model import ModelConfig
+from tests.conftest import TinyHF
+from tests.ranks import on_ranks
+
+CASES = Path(__file__).with_name("cases_sequence.py")
+SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}
+DIVIDED = Split(tensor=2, sequence_parallel=True)
+FOUR = Split(tensor=4, sequence_parallel=True)
+BRIEF, STEPS = (Split(tensor=2), FOUR), 20
+"""Splits that take three steps, and steps of the others."""
+
+
+def tasks_of(hf: Path, splits: Sequence[Split], work: Path, **changes: Any) -> TaskList:
+    subject = open_subject(hf, work)
+    batch, _ = prepare_batch(subject, None)
+    assert batch["input_ids"].shape[1] % 2 and batch["input_ids"].shape[1] % 4, "lengths that do not divide"
+    file = write_batch(batch, work)
+    tasks = []
+    for number, split in enumerate(splits):
+        curve = Curve(steps=3 if split in BRIEF else STEPS, lr=1e-3)
+        tasks.append(make_task(subject, split, file, work / str(number), micro_batch_size=5, curve=curve))
+    return TaskList(tasks=[task.model_copy(update=changes) for task in tasks])
+
+
+def launch(tasks: TaskList, function: str, work: Path) -> list[Any]:
+    file = work / "tasks.json"
+    file.write_text(tasks.model_dump_json(), encoding="utf-8")
+    return on_ranks(tasks.processes, CASES, function, str(file))
+
+
+def _with_dropout(model: ModelConfig) -> ModelConfig:
+    assert model.image_encoder is not None
+    drop = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    encoder = model.image_encoder.vision_encoder.model_copy(update=drop)
+    image_encoder = model.image_encoder.model_copy(update={"vision_encoder": encoder})
+    return model.model_copy(update={"image_encoder": image_encoder, "text_decoder": model.text_decoder.model_copy(update=drop)})
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_loss_logits_and_gradients_are_those_of_transformers(tiny_hf: TinyHF, family: str) -> None:
+    splits = [DIVIDED, Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[0, 2])]
+    for outcome in align(tiny_hf(family, tied=family == "qwen2_vl", **SMALL), splits, micro_batch_size=1):
+        assert outcome.report.passed, f"{outcome.split}: {outcome.report.failures}"
+        assert outcome.report.tolerance == 1e-5
+
+
+def test_training_is_that_of_one_process_and_copies_stay_bit_equal(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    """NVIDIA/Megatron-LM#1446 and #7452: gradients of norms that are not summed over ranks let copies drift; summed twice, or counted on every
+    rank, they make the norm too large."""
+    hf = tiny_hf("qwen2_5_vl", kv_heads=4, **SMALL)
+    tasks = tasks_of(hf, [Split(), DIVIDED, *BRIEF], tmp_path)
+    ranks = launch(tasks, "train", tmp_path)
+    model, batch = load_reference(hf), prepare_batch(open_subject(hf, tmp_path), None)[0]
+    expected = loss_curve(model, [batch] * STEPS, 1e-3, (0.9, 0.999), 1e-8, 1.0)
+    norms = ranks[0][tasks.tasks[0].name]["norms"]
+    assert expected[-1] < 0.9 * expected[0]
+    for task in tasks.tasks:
+        found = ranks[0][task.name]
+        assert len(found["losses"]) == (3 if task.split in BRIEF else STEPS)
+        assert max(map(relative, found["losses"], expected)) < 1e-6, task.name
+        assert max(map(relative, found["norms"], norms)) < 1e-5, task.name
+        copies = [rank[task.name]["digests"] for rank in ranks[: task.split.processes]]
+        assert len(copies[0]) == 16 and all(copy == copies[0] for copy in copies), task.name
+
+
+def test_dropout_draws_apart_on_ranks_that_hold_other_tokens(tiny_hf: TinyHF, tmp_path: Path) -> None:
+    hf = tiny_hf("qwen2_5_vl", **SMALL)
+    subject = open_subject(hf, tmp_path)
+    tasks = tasks_of(hf, [DIVIDED], tmp_path, model=_with_dropout(subject.model))
+    ranks = launch(tasks, "drop", tmp_path)
+    for found in ranks:
+        drawn = [mask for _, mask in found["masks"]]
+        assert len(drawn) > 12 and len(set(drawn)) == len(drawn), "attention and hidden states must not share their draws"
+        assert found["plain"]["loss"] == found["full"]["loss"] == found["selective"]["loss"]
+        assert found["plain"]["digest"] == found["full"]["digest"] == found["selective"]["digest"]
+        assert found["again"] != found["plain"]["loss"]
+        norm, slope = found["slope"]
+        assert slope == pytest.approx(norm, rel=1e-2)
+    first, second = (found["masks"] for found in ranks)
+    shared = [shape for (shape, mine), (_, theirs) in zip(first, second, strict=True) if mine == theirs]
+    assert shared == [(39, 5, 32)], "the embedding's, before tokens are divided"
