@@ -120,7 +120,7 @@ def same(hf: Path, results: list[Any], gradients: dict[str, Tensor], balanced: b
     assert gradients.keys() == expected.keys()
     for name, value in expected.items():
         # Where all tokens are the same, queries and keys have gradients that are nothing but rounding.
-        error = float((gradients[name] - value).norm()) / max(float(value.norm()), 1e-4 * norm)
+        error = float((gradients[name] - value).norm()) / max(float(value.norm()), 1e-3 * norm)
         assert error <= 1e-5, f"{name}: {error}"
     for got in results:
         assert got[0] == pytest.approx(loss, rel=1e-6) and got[1] == pytest.approx(norm, rel=1e-6)
