@@ -88,7 +88,7 @@ class Split(Section):
             ConfigError: as ``Topology.build`` and ``check_experts``, and where a layer list disagrees with ``pipeline`` or ``virtual``, or the copies
                 cannot be divided by ``expert``.
         """
-        check_experts(model, expert=self.expert, tensor=self.tensor)
+        check_experts(model, expert=self.expert, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
         if self.data % self.expert:
             raise ConfigError(f"{self.data} copies of the model cannot be divided into expert-parallel groups of {self.expert}; change --dp or --ep")
         vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0

@@ -32,6 +32,9 @@ class ForwardResult:
     """How many of what the loss type averages (tokens, samples, micro-batches) the loss is the mean of."""
     tokens: int
     """Positions with a label, over all data-parallel ranks."""
+    load_balancing: float | None = None
+    """Of the training of a model whose experts are balanced by a loss: that loss without its weight, a mean over micro-batches and layers. 1 where
+    all experts get the same."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tangram.config.model import ExpertKeys, TextDecoderConfig
+from tangram.config.model import TextDecoderConfig
 from tangram.config.run import ParallelConfig
 from tangram.errors import ConfigError
 
 
 def check_context(text: TextDecoderConfig, parallel: ParallelConfig) -> str:
-    """Check heads, dropout and experts; what was found in a few words.
+    """Check heads and dropout; what was found in a few words.
 
     Raises:
-        ConfigError: heads that Ulysses ranks cannot share, dropout of scores that travel round a ring, or a z-loss.
+        ConfigError: heads that Ulysses ranks cannot share, or dropout of scores that travel round a ring.
     """
     size, ring, tensor = parallel.context_parallel_size, parallel.context_parallel_ring, parallel.tensor_model_parallel_size
     if size == 1:
@@ -21,11 +21,6 @@ def check_context(text: TextDecoderConfig, parallel: ParallelConfig) -> str:
         raise ConfigError(
             f"text_decoder.attention_dropout {text.attention_dropout:g} cannot be drawn where keys travel round a ring "
             f"(context_parallel_algo {parallel.context_parallel_algo}); set it to 0, or use ulysses_cp_algo"
-        )
-    if isinstance(text, ExpertKeys) and text.moe_z_loss_coeff > 0:
-        raise ConfigError(
-            f"text_decoder.moe_z_loss_coeff {text.moe_z_loss_coeff:g} with context_parallel_size {size}: the mean over a micro-batch's tokens cannot "
-            "be had from the means of unequal parts; set the first to 0, or the second to 1"
         )
     if text.num_attention_heads % tensor or text.num_query_groups % tensor:
         return f"not looked at: heads do not divide by tensor_model_parallel_size {tensor}"

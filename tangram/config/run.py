@@ -296,7 +296,12 @@ class RunConfig(Section):
         for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
             if layers is not None:
                 _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
-        check_experts(self.described, expert=self.parallel.expert_model_parallel_size, tensor=self.parallel.tensor_model_parallel_size)
+        check_experts(
+            self.described,
+            expert=self.parallel.expert_model_parallel_size,
+            tensor=self.parallel.tensor_model_parallel_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+        )
         return Topology.build(
             vision_layers=vision.num_layers if vision else 0,
             text_layers=text.num_layers,

@@ -17,13 +17,20 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from tangram.config.model import ExpertKeys, TextDecoderConfig
 from tangram.errors import ConfigError
+from tangram.models.sequence import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,34 @@ class Routing:
     """A micro-batch as routers see it that add to the loss.
 
     Args:
-        padding: bool [b, s], True where no real token stands.
+        padding: bool [b, s of this rank], True where no real token stands.
         weight: scalar int64, what the micro-batch adds to the loss's denominator. None: outside of training.
     """
 
     padding: Tensor
     weight: Tensor | None
+
+
+def routing_of(
+    text: TextDecoderConfig,
+    split: SequenceSplit,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    loss_weight: Tensor | None,
+) -> Routing | None:
+    """What the decoder's routers must know of this rank's tokens; None where they add nothing to the loss.
+
+    Args:
+        split: which tokens these are; the others as ``VLMModel.forward`` has them.
+    """
+    if not isinstance(text, ExpertKeys) or not text.has_router_loss:
+        return None
+    padding = padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded)
+    # A mean over no token is no number. A micro-batch of nothing but padding weighs nothing, so any tokens will do.
+    padding = padding & ~padding.all()
+    return Routing(split.take(split.pad(padding, -1, True), -1), loss_weight)
 
 
 def padding_of(input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> Tensor:
@@ -67,22 +96,37 @@ class Router(TopKRouter):
         """Logits in fp32. Core's own product names a kernel of TransformerEngine, which is not always there."""
         return nn.functional.linear(input.float(), self.weight.float())
 
-    def attach_and_log_load_balancing_loss(self, activation: Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any) -> Tensor:
-        return super().attach_and_log_load_balancing_loss(activation, *args, valid_token_count=self._weight(), **kwargs)
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        weighted = aux_loss * self._weight()
+        save_to_aux_losses_tracker(aux_loss_name, weighted / aux_loss_coeff, self.layer_number, self.config.num_layers)
+        return MoEAuxLossAutoScaler.apply(activation, weighted)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The mean squared log-sum-exp of real tokens' logits (Zoph et al. 2022), weighed as the load-balancing loss."""
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
-        loss = z_loss_func(logits, coefficient / self.tp_cp_group.size(), padding_mask=padding_mask)
-        save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, self.config.num_layers, reduce_group=self.tp_cp_group)
+        assert padding_mask is not None, "routers that add to the loss know of padding"
+        count = (~padding_mask).sum()
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(count, group=self.tp_cp_group)
+        loss = coefficient * (logits.logsumexp(dim=-1) ** 2)[~padding_mask].sum() / count
         return MoEAuxLossAutoScaler.apply(logits, loss * self._weight())
 
     def _weight(self) -> Tensor:
         if self.routing_of_batch is None or self.routing_of_batch.weight is None:
             raise ConfigError("moe_aux_loss_coeff and moe_z_loss_coeff need loss_weight in model(**batch); megatron.forward.get_batch passes it on")
         return self.routing_of_batch.weight
+
+
+def take_load_balancing() -> float:
+    """What this rank's routers made of load-balancing losses since the last call, without their weight, times what their micro-batches count."""
+    values = get_moe_layer_wise_logging_tracker().get("load_balancing_loss", {}).get("values")
+    total = 0.0 if values is None else float(values.sum())
+    clear_aux_losses_tracker()
+    return total
 
 
 class PaddedAllGather(MoEAllGatherTokenDispatcher):

@@ -12,13 +12,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from tangram.config.model import ExpertKeys, Grid, ImageEncoderConfig, ModelConfig
+from tangram.config.model import Grid, ImageEncoderConfig, ModelConfig
 from tangram.errors import DataError
 from tangram.losses.modes import samples_of
 from tangram.losses.vocab_parallel import vocab_parallel_token_losses
 from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.context import installed
-from tangram.models.experts import Routing, padding_of
+from tangram.models.experts import routing_of
 from tangram.models.media import media_places, own_rows, put_rows
 from tangram.models.media_share import MediaShare
 from tangram.models.payload import activation_shapes, pack, pending_features, unpack
@@ -189,7 +189,7 @@ class VLMModel(MegatronModule):
         plan = text_plan(split, self.context, attention_mask, cu_seqlens, cu_seqlens_padded, input_ids.device)
         due = len(self.chunk.text)
         added = own_rows(features[:due], places, input_ids.shape[0], split, self.tp_group)
-        routing = self._routing(split, input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
+        routing = routing_of(self.model.text_decoder, split, input_ids, attention_mask, cu_seqlens, cu_seqlens_padded, loss_weight)
         hidden = self.text_decoder(hidden, split.take_context(split.pad(position_ids, -1), -1), plan, *added, routing)
         if not self.chunk.text_last:
             return self._hand_on(hidden, features[due:])
@@ -198,22 +198,6 @@ class VLMModel(MegatronModule):
             logits = collect_context(self.text_decoder.project(hidden), split, self.context)
             return {"loss_dict": {}, "logits": logits.transpose(0, 1)}
         return {"loss_dict": self._losses(hidden, labels, cu_seqlens_padded, split), "logits": None}
-
-    def _routing(
-        self,
-        split: SequenceSplit,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cu_seqlens_padded: Tensor | None,
-        loss_weight: Tensor | None,
-    ) -> Routing | None:
-        """What routers must know that add to the loss, of this context rank's tokens."""
-        text = self.model.text_decoder
-        if not isinstance(text, ExpertKeys) or not text.has_router_loss:
-            return None
-        padding = padding_of(input_ids, attention_mask, cu_seqlens, cu_seqlens_padded)
-        return Routing(split.take_context(split.pad(padding, -1, True), -1), loss_weight)
 
     def _received(self, batch: dict[str, Tensor | None]) -> tuple[Tensor | None, list[Tensor]]:
         """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""

@@ -221,6 +221,7 @@ class Loop:
             step_ms=1000 * (time.perf_counter() - began),
             loss_scale=scale,
             skipped=result.skipped,
+            load_balancing=forward.load_balancing,
             skipped_samples=totals.skipped_samples,
             model_tflop=None if self.flops is None else totals.kiloflops / 1e9 / (dist.get_world_size() if dist.is_initialized() else 1),
             peak_tflops=self.peak_tflops,

@@ -33,6 +33,8 @@ class StepRecord:
     """From asking for the data to the end of the update, milliseconds."""
     loss_scale: float
     skipped: bool
+    load_balancing: float | None = None
+    """Mean over micro-batches and layers of the loss that balances experts, without its weight: 1 where all get the same. None: there is none."""
     skipped_samples: int = 0
     """Places of the global batch that stayed empty since their sample cannot be used."""
     valid_loss: float | None = None
@@ -94,6 +96,7 @@ def log_line(records: Sequence[StepRecord], train_iters: int, *, show_tokens_per
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.is_nan for record in records):3d}",
         f"tokens/s: {1000 * sum(record.tokens for record in records) / elapsed if elapsed else 0:.1f}",
+        *([f"load balancing: {last.load_balancing:.4f}"] if last.load_balancing is not None else []),
         *_speed(records, elapsed),
         *([f"number of skipped samples: {empty:3d}"] if empty else []),
     ]

@@ -289,7 +289,7 @@ SCRIPTS = [
     *(f"qwen2vl/finetune_{size}.sh" for size in ("2b", "7b", "72b")),
     *(f"qwen2.5vl/finetune_{size}.sh" for size in ("3b", "7b", "32b", "72b")),
     *(f"llava1.5/finetune_{size}.sh" for size in ("7b", "13b")),
-    *(f"qwen3vl/finetune_{size}.sh" for size in ("2b", "4b", "8b", "32b")),
+    *(f"qwen3vl/finetune_{size}.sh" for size in ("2b", "4b", "8b", "30b", "32b")),
 ]
 
 

@@ -129,6 +129,36 @@ def _splits_as_arrays(dispatcher: Any, point: str, tokens_per_expert: torch.Tens
     return tokens_per_expert
 
 
+def _filled(part: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(part, (0, 0) * (part.dim() - 1) + (0, length - len(part)))
+
+
+def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``gather`` also of parts that differ in length, which gloo does not gather: they are filled up to the longest and cut."""
+
+    @functools.wraps(gather)
+    def call(part: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, None, use_global_buffer)
+        parts = gather(_filled(part, max(sizes)), group).chunk(group.size())
+        return torch.cat([one[:size] for one, size in zip(parts, sizes, strict=True)])
+
+    return call
+
+
+def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``scatter``, a sum of which each rank gets a part, also of parts that differ in length; as ``_gather_unequal``."""
+
+    @functools.wraps(scatter)
+    def call(whole: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(whole, group, None, use_global_buffer)
+        filled = torch.cat([_filled(part, max(sizes)) for part in whole.split(list(sizes))])
+        return scatter(filled, group)[: sizes[group.rank()]]
+
+    return call
+
+
 _CORE = "megatron.core"
 _ALL_TO_ALL = f"{_CORE}.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _torch = _TorchOnCpu()
@@ -150,6 +180,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_CORE}.utils", "torch", _instead(_torch), "gradient norm without fused kernels 1207"),
     Patch(f"{_CORE}.transformer.utils", "torch", _instead(_torch), "causal masks of core's own attention 35, 40"),
     Patch(f"{_CORE}.tensor_parallel.data", "torch", _instead(_torch), "broadcast_data 37"),
+    Patch(f"{_CORE}.tensor_parallel.mappings", "_gather_along_first_dim", _gather_unequal, "tokens of tensor-parallel experts 150"),
+    Patch(f"{_CORE}.tensor_parallel.mappings", "_reduce_scatter_along_first_dim", _scatter_unequal, "the same back 192"),
     Patch(_ALL_TO_ALL, "cuda_dtoh_stream", _instead("no stream"), "side stream of the sizes of parts 442"),
     Patch(_ALL_TO_ALL, "_maybe_dtoh_and_synchronize", _instead(_splits_as_arrays), "copies and waits on it, all points of the dispatcher"),
     Patch(f"{_CORE}.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", _accepts_cpu_tensors, "type check 167"),

@@ -253,6 +253,7 @@ class MegatronEngine:
 
     def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
         """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
+        weighed = any("loss_weight" in batch for batch in micro_batches)
         totals = [0.0, 0.0, 0.0, 0.0]
         first = self.ranks.tensor_parallel_rank == self.ranks.context_parallel_rank == 0
         if first and self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
@@ -260,15 +261,26 @@ class MegatronEngine:
             labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
             weights = sum(float(batch.get("loss_weight", 0)) for batch in micro_batches)
             totals = [sum(float(n) for n, _ in pairs), sum(float(d) for _, d in pairs), float(labels), weights]
-        summed = torch.tensor(totals, dtype=current().sum_dtype, device=self.ranks.device)
+        summed = torch.tensor([*totals, self._take_load_balancing() if weighed else 0.0], dtype=current().sum_dtype, device=self.ranks.device)
         dist.all_reduce(summed)
-        numerator, denominator, tokens, weights = summed.tolist()
-        if any("loss_weight" in batch for batch in micro_batches) and weights != denominator:
+        numerator, denominator, tokens, weights, balancing = summed.tolist()
+        if weighed and weights != denominator:
             raise ConfigError(
                 f"loss_func averages over {denominator:g}, loss_type {self.run.training.loss_type} over {weights:g}, by which routers' losses are "
                 "averaged; give loss_func the denominators of loss_type, or set moe_aux_loss_coeff and moe_z_loss_coeff to 0"
             )
-        return ForwardResult(loss=numerator / denominator if denominator else 0.0, weight=denominator, tokens=int(tokens))
+        return ForwardResult(
+            loss=numerator / denominator if denominator else 0.0,
+            weight=denominator,
+            tokens=int(tokens),
+            load_balancing=balancing / denominator / self.topology.text_layers if balancing and denominator else None,
+        )
+
+    @staticmethod
+    def _take_load_balancing() -> float:
+        from tangram.models.experts import take_load_balancing
+
+        return take_load_balancing()
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:

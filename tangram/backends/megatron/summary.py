@@ -81,7 +81,8 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
     context = f" x context {topology.context} ({_context(topology)})" if topology.context > 1 else ""
     lines = [
         capture.get().rstrip(),
-        f"split: tensor {topology.tensor}{sequence}{context} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}",
+        f"split: tensor {topology.tensor}{sequence}{context} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}"
+        + (f", of which {topology.expert} divide the experts" if topology.expert > 1 else ""),
         *(
             f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}):"
             f"{_show('vision', chunk.vision)}{_show('text', chunk.text)}"
