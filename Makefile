@@ -8,7 +8,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help venv lint test test-compat demo clean
+.PHONY: help venv lint test pytest test-compat demo clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -37,7 +37,10 @@ lint: $(VENV)/.installed  ## ruff, mypy, import-linter
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: lint  ## lint, then every test
+test: $(VENV)/.installed  ## every test, and lint beside them
+	$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-compat: $(COMPAT)/.installed  ## tests marked compat, with the oldest supported transformers

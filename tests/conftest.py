@@ -21,12 +21,12 @@ settings.register_profile("same", deadline=None, derandomize=True, database=None
 settings.load_profile("same")
 
 DEFAULT_TIMEOUT = 300
-LONGEST = "test_topologies.py"
-"""It takes minutes, so it starts first: one worker would still be at it when the others have nothing left."""
+LONGEST = ("test_data_paths.py", "test_topologies.py", "test_alignment.py", "test_resume.py")
+"""They take more than a minute, so they start first: one worker would still be at them when the others have nothing left."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != LONGEST)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 120
+PATIENCE = 240
 """Seconds after which ranks that should have ended are killed."""
 
 

@@ -36,7 +36,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "print([m for m in ('torch', 'transformers', 'megatron', 'numpy', 'pydantic') if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=250, check=True).stdout
     assert shown.startswith("usage: tangram")
     assert shown.endswith("[]\n")
 
@@ -46,7 +46,7 @@ def test_a_reader_that_goes_away_is_no_fault() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "tangram.cli.mm_convert", "--help"]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=250)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")
 

@@ -61,7 +61,7 @@ def run_killed(action: Callable[[], None], seconds: float | None = None) -> int:
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child.pid or 0, signal.SIGKILL)
-    child.join(60)
+    child.join(200)
     if child.exitcode is None:
         child.kill()  # the interpreter would wait for it at its end
         pytest.fail("the forked process hangs; a process group of this process that it inherited would do that")
@@ -120,7 +120,7 @@ def test_killed_before_any_file_operation_of_a_save_the_previous_or_the_new_one_
 def test_killed_at_random_moments_of_a_save_loop_a_whole_checkpoint_loads(tmp_path: Path) -> None:
     manager(1.0).save(tmp_path, 1, 8)
     rng = random.Random(3)
-    for _ in range(12):
+    for _ in range(6):
         step = loaded_step(tmp_path)
 
         def loop(step: int = step) -> None:

@@ -88,13 +88,17 @@ class Trial:
         return path
 
 
-def write_trial(folder: Path, *, family: str = "qwen2_5_vl", tied: bool = False, count: int = SAMPLES, **training: Any) -> Trial:
-    """Write everything that a run needs."""
+def write_trial(
+    folder: Path, *, family: str = "qwen2_5_vl", tied: bool = False, count: int = SAMPLES, layers: int = 4, **training: Any
+) -> Trial:
+    """Write everything that a run needs; vision encoder and text decoder have so many ``layers`` each."""
     from tangram.families.base import get_family
     from tangram.families.tiny import TinySpec
 
     folder.mkdir(parents=True, exist_ok=True)
-    spec = TinySpec(hidden=32, vision_hidden=16, vocab=VOCABULARY, max_pixels=84 * 84, weight_std=0.1)
+    spec = TinySpec(
+        hidden=32, vision_hidden=16, text_layers=layers, vision_layers=layers, vocab=VOCABULARY, max_pixels=84 * 84, weight_std=0.1
+    )
     get_family(family).tiny(folder / "hf", 0, tied, spec)
     write_byte_tokenizer(folder / "hf")
     write_pictures(folder)

@@ -28,13 +28,15 @@ def media_places(input_ids: Tensor, kinds: Sequence[int | None]) -> Tensor:
     return torch.cat(places)
 
 
-def own_rows(features: Sequence[Tensor], places: Tensor, batch: int, split: SequenceSplit, tp_group: ProcessGroup) -> tuple[list[Tensor], Tensor]:
+def own_rows(
+    features: Sequence[Tensor], places: Tensor | None, batch: int, split: SequenceSplit, tp_group: ProcessGroup
+) -> tuple[list[Tensor], Tensor | None]:
     """Of each feature [n, h] the rows that stand among this rank's tokens, and where they stand there.
 
     Args:
-        places: [n], in the whole hidden states [s, batch, h].
+        places: [n], in the whole hidden states [s, batch, h]; None: there are no features.
     """
-    if split.context == split.tensor == 1:
+    if places is None or split.context == split.tensor == 1:
         return list(features), places
     here, local = split.local_of(places // batch)
     kept = here.nonzero()[:, 0]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tangram.config.model import ModelConfig
+from tangram.models.context import installed
+from tangram.models.media_share import MediaShare
 from tangram.models.sequence import SequenceSplit
 from tangram.placement.topology import Chunk, Topology
 
@@ -38,7 +40,8 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     projector, [places, 1, h_vision] inside the vision encoder, whose section says how many there are. Then each pending feature, [n, h_text].
     Without images and videos the vision path carries a blank picture.
 
-    Text hidden states are each context-parallel rank's part of them, and with sequence parallelism they and patches are each
+    Inside the vision encoder context-parallel ranks have whole pictures and videos of their own, and a rank without any a blank picture. Text
+    hidden states are each context-parallel rank's part of them, and with sequence parallelism they and patches are each
     tensor-parallel rank's.
 
     Args:
@@ -47,8 +50,8 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     chunk, width = topology.order[position], model.text_decoder.hidden_size
     encoder = model.image_encoder.vision_encoder if model.image_encoder is not None else None
     given = [thw.tolist() for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
-    grids = [(t, h, w) for thw in given for t, h, w in thw] or ([encoder.blank_grid] if encoder is not None else [])
-    tokens = sum(map(encoder.tokens, grids)) if encoder is not None else 0
+    grids = [(t, h, w) for thw in given for t, h, w in thw]
+    tokens = sum(map(encoder.tokens, grids or [encoder.blank_grid])) if encoder is not None else 0
     tensor = topology.tensor if topology.sequence_parallel else 1
     hidden: Shape
     if chunk.has_text:
@@ -61,7 +64,8 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
         hidden = (tokens, 1, width)
     else:
         assert encoder is not None
-        split = SequenceSplit(sum(map(encoder.places, grids)), tensor=tensor, unit=encoder.spatial_merge_size**2)
+        own = MediaShare(encoder, grids, installed(topology.context)).own_grids
+        split = SequenceSplit(sum(map(encoder.places, own)), tensor=tensor, unit=encoder.spatial_merge_size**2)
         hidden = (split.local_length, 1, encoder.hidden_size)
     return (hidden, *[(tokens, width)] * pending_features(model, chunk))
 

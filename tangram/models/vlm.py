@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.context import installed
 from tangram.models.experts import Routing, padding_of
 from tangram.models.media import media_places, own_rows, put_rows
+from tangram.models.media_share import MediaShare
 from tangram.models.payload import activation_shapes, pack, unpack
 from tangram.models.regions import collect, collect_context, divide, split_of, spread_over_context
 from tangram.models.registry import find_component
@@ -188,7 +188,9 @@ class VLMModel(MegatronModule):
             assert hidden is not None
             return pack([hidden, *features])
         split = split_of(input_ids.shape[1], self.config, self.tp_group, context=self.context)
-        places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
+        places = None
+        if self.chunk.text_first or features:
+            places = media_places(input_ids, (self.model.img_context_token_id, self.model.video_token_id))
         if self.chunk.text_first:
             merged = self._merge(self.text_decoder.embed(input_ids), input_ids, hidden, places, images, videos)
             hidden = divide(merged, split, self.tp_group)
@@ -234,19 +236,19 @@ class VLMModel(MegatronModule):
         return hidden, features
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision path on all images, then all videos; without any on a blank picture, so that collectives match over ranks and
-        micro-batches. See ``ImageEncoder.forward``."""
+        """Run the vision path on all images, then all videos, of which context ranks have some each; see ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
-        section = self.image_encoder.section.vision_encoder
-        if not grids:
-            grids = [section.blank_grid]
-            pixels = [torch.zeros(math.prod(section.blank_grid), section.patch_width, device=device)]
-        assert pixels or not self.chunk.vision_first, f"grids of {len(grids)} images and videos without their pixels"
-        hidden = torch.cat(pixels) if self.chunk.vision_first else hidden
+        share = MediaShare(self.image_encoder.section.vision_encoder, grids, self.context)
+        if self.chunk.vision_first:
+            assert pixels or not grids, f"grids of {len(grids)} images and videos without their pixels"
+            hidden = share.own_pixels(pixels, device)
         assert hidden is not None
-        return self.image_encoder(hidden, grids)
+        hidden, features = self.image_encoder(hidden, share.own_grids)
+        return share.collect(hidden) if self.chunk.vision_last else hidden, [share.collect(rows) for rows in features]
 
-    def _merge(self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, places: Tensor, images: list[Grid], videos: list[Grid]) -> Tensor:
+    def _merge(
+        self, embeddings: Tensor, input_ids: Tensor, media: Tensor | None, places: Tensor | None, images: list[Grid], videos: list[Grid]
+    ) -> Tensor:
         """Put the tokens of all images, then all videos [n, 1, h] where their placeholders stand in the text embeddings [s, b, h]."""
         for kind, token, grids in (("image", self.model.img_context_token_id, images), ("video", self.model.video_token_id, videos)):
             wanted, given = int((input_ids == (-1 if token is None else token)).sum()), self._tokens(grids)
@@ -255,7 +257,7 @@ class VLMModel(MegatronModule):
                     f"the micro-batch has {wanted} {kind} placeholder tokens but its {kind}s give {given}; "
                     f"the text and the {kind}s do not belong together"
                 )
-        return embeddings if media is None else put_rows(embeddings, places, media[:, 0])
+        return embeddings if media is None or places is None else put_rows(embeddings, places, media[:, 0])
 
     def _tokens(self, grids: list[Grid]) -> int:
         if self.model.image_encoder is None:

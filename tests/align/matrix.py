@@ -42,7 +42,7 @@ SPLITS = {
 }
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
 EXPERTS = {name for name, split in SPLITS.items() if split.expert > 1}
-REFUSED = {**{family: EXPERTS for family in FAMILIES}, "qwen3_vl_moe": {"TP2"}}
+REFUSED = {**dict.fromkeys(FAMILIES, EXPERTS), "qwen3_vl_moe": {"TP2"}}
 """By family, what ``tangram check`` refuses."""
 
 
@@ -53,29 +53,31 @@ def write_model(family: str, folder: Path) -> Path:
     return folder
 
 
-def refusal(family: str, split: Split, folder: Path) -> str | None:
-    """What ``tangram check`` says against the split of the model in ``folder``; None: it runs."""
-    subject = open_subject(folder, folder / "work")
-    try:
-        run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
-        for _, rule in (*GATES, *RULES):
-            rule(Subject(run, split.processes))
-    except TangramError as error:
-        return str(error)
-    return None
+def refusals(family: str, folder: Path) -> dict[str, str]:
+    """What ``tangram check`` says against splits of the model in ``folder``, by split; those that run are not in it."""
+    subject, found = open_subject(folder, folder / "work"), {}
+    for name, split in SPLITS.items():
+        try:
+            run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
+            # Virtual stages need as many micro-batches as there are stages.
+            training = run.training.model_copy(update={"gradient_accumulation_steps": split.pipeline})
+            for _, rule in (*GATES, *RULES):
+                rule(Subject(run.model_copy(update={"training": training}), split.processes))
+        except TangramError as error:
+            found[name] = str(error).replace(f"the model {family}", "the model")
+    return found
 
 
 def table() -> str:
     """The table of the page: a cross where a split is refused, and below it why."""
     with tempfile.TemporaryDirectory() as name:
-        folders = {family: write_model(family, Path(name, family)) for family in FAMILIES}
-        found = {(label, family): refusal(family, split, folders[family]) for label, split in SPLITS.items() for family in FAMILIES}
+        found = {family: refusals(family, write_model(family, Path(name, family))) for family in FAMILIES}
     numbers: dict[str, int] = {}
     lines = [f"| split | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|"]
     for label in SPLITS:
         cells = []
         for family in FAMILIES:
-            why = found[label, family]
+            why = found[family].get(label)
             cells.append("runs" if why is None else f"no [{numbers.setdefault(why, len(numbers) + 1)}]")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in numbers.items())])
@@ -83,8 +85,8 @@ def table() -> str:
 
 def page(prose: str) -> str:
     """``prose`` with the table behind ``HEADING`` as it is now."""
-    own = prose.partition(HEADING)[0]
-    return f"{own}{HEADING}\n{LEGEND}\n\n{table()}\n"
+    own = prose.partition(HEADING)[0].rstrip()
+    return f"{own}\n\n{HEADING}\n{LEGEND}\n\n{table()}\n"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ WORKER = Path(__file__).parents[1] / "workers" / "cpu_adaptation_worker.py"
 @cache
 def output() -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2]), "PYTHONWARNINGS": "ignore"}
-    finished = subprocess.run([sys.executable, str(WORKER)], env=environment, capture_output=True, text=True, timeout=110, check=False)
+    finished = subprocess.run([sys.executable, str(WORKER)], env=environment, capture_output=True, text=True, timeout=250, check=False)
     return finished.stdout + finished.stderr
 
 

@@ -30,9 +30,11 @@ WORKER = Path(__file__).parents[1] / "workers" / "packing_worker.py"
 LOSS_TYPES = ("default", "per_sample_loss", "per_token_loss")
 PROCESSES = 4
 SPLITS = {
-    "tensor and pipeline": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
-    "vision over both stages": Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "tensor and pipeline": Split(tensor=2, pipeline=2),
+    "vision over both stages": Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[0, 2]),
     "copies": Split(data=4),
+    "two ranks that share heads, in copies": Split(context=2, data=2),
+    "rings of two ranks that share heads": Split(context=4, context_algo="hybrid", ulysses=2),
 }
 Grid = tuple[int, int, int]
 MICRO_BATCHES: list[list[list[int | Grid]]] = [
@@ -106,7 +108,7 @@ class Findings:
 
 @pytest.fixture(scope="module")
 def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    folder, hf_dir = tmp_path_factory.mktemp("packing"), tiny_hf("qwen2_5_vl", hidden=32, weight_std=0.1)
+    folder, hf_dir = tmp_path_factory.mktemp("packing"), tiny_hf("qwen2_5_vl", hidden=32, text_layers=2, vision_layers=2, weight_std=0.1)
     model = open_subject(hf_dir, folder).model
     samples, rope_index = make_samples(model), get_family("qwen2_5_vl").rope_index
     apart, together = Collator(rope_index, model, 0), Collator(rope_index, model, 0, pad_to_multiple_of=5, packing=True)

@@ -136,7 +136,7 @@ def test_the_interpreter_waits_for_the_last_save(tmp_path: Path, monkeypatch: py
 def test_killed_at_random_moments_of_background_saves_a_whole_checkpoint_loads(tmp_path: Path) -> None:
     manager(1.0).save(tmp_path, 1, 8)
     draw = random.Random(7)
-    for _ in range(10):
+    for _ in range(5):
         step = loaded_step(tmp_path)
 
         def loop(step: int = step) -> None:

@@ -101,7 +101,7 @@ def test_forked_processes_read_for_themselves(write: Write, record: Record) -> N
     processes = [context.Process(target=_ask, args=(records, answers)) for _ in range(2)]
     for process in processes:
         process.start()
-    assert [answers.get(timeout=60) for _ in processes] == [[f"q{i}" for i in range(9)]] * 2
+    assert [answers.get(timeout=250) for _ in processes] == [[f"q{i}" for i in range(9)]] * 2
     for process in processes:
         process.join(60)
 

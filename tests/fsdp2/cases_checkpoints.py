@@ -23,7 +23,8 @@ from tangram.checkpoints.manager import CheckpointManager
 from tangram.config.sources import read_hf_config
 from tangram.errors import CheckpointError
 from tangram.families import get_family
-from tests.fsdp2.kit import engine_of, read, real_batch, write_run
+from tests.fsdp2.kit import engine_of, read, write_run
+from tests.fsdp2.media import Rows
 
 STEPS = 2
 
@@ -52,7 +53,7 @@ def rank() -> int:
 
 
 class Run:
-    """An engine, its manager, and the first micro-batches of the common batch over and over."""
+    """An engine, its manager, and the same four micro-batches over and over."""
 
     def __init__(self, hf: Path, scratch: Path, changes: Mapping[str, Any], seed: int, **options: Any) -> None:
         self.engine = Fsdp2Engine(read(write_run(scratch / f"rank_{rank()}", hf, changes)))
@@ -74,7 +75,8 @@ class Run:
         torch.manual_seed(seed + rank())
         np.random.seed(seed)
         random.seed(seed)
-        self.parts = real_batch(hf)[1][:4]
+        rows = Rows(hf)
+        self.parts = [rows.batch(kind) for kind in ("both", "text", "image", "video")]
 
     def train(self, first: int, count: int = STEPS) -> list[float]:
         losses = []

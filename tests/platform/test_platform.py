@@ -31,4 +31,4 @@ def test_cpu_moves_tensors_over_gloo_and_sums_in_double() -> None:
 
 def test_importing_the_platform_imports_no_torch() -> None:
     code = "import sys, tangram.platform; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=250).returncode == 0

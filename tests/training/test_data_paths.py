@@ -27,7 +27,7 @@ WORKER = Path(__file__).parents[1] / "workers" / "feed_worker.py"
 TOPOLOGIES: dict[str, tuple[list[str], int]] = {
     "one process": ([], 1),
     "two copies": ([], 2),
-    "tensor and pipeline": (split(2, [4, 0], [2, 2]), 4),
+    "tensor and pipeline": (split(2, [2, 0], [1, 1]), 4),
 }
 PACKED: Record = {f"{BASIC}.packing": "true", "training.micro_batch_size": 1, f"{LOADING}.tail": "pad", "training.global_batch_size": 6}
 BUDGET: Record = {f"{LOADING}.token_budget": 256, "training.micro_batch_size": 1}
@@ -96,7 +96,7 @@ def media_records() -> list[Record]:
 @pytest.fixture(scope="module")
 def media_trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """Three datasets: good samples, the same with two more that cannot be used, and text alone."""
-    trial = write_trial(tmp_path_factory.mktemp("media") / "trial")
+    trial = write_trial(tmp_path_factory.mktemp("media") / "trial", layers=2)
     folder = trial.folder
     write_video(folder / "short.mp4", frames=8, rate=4, size=(56, 56))
     write_video(folder / "long.mp4", frames=12, rate=4, size=(84, 56))

@@ -13,33 +13,42 @@ from typing import Any
 
 import pytest
 
+from tests.trial import run
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("waiting", ["collective", "asleep"])
-def test_one_ranks_fault_is_one_line_and_ends_all_ranks(waiting: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+WORKER = str(ROOT / "tests" / "workers" / "failure_worker.py")
+ONE_LINE = ["worker: error: [rank 1] sample 7: broken picture; mend it"]
+
+
+def test_a_fault_of_one_rank_is_one_line_and_ends_all_that_wait_for_it(tmp_path: Path) -> None:
+    outcome = run(tmp_path, [WORKER, "collective"], 3)
+    assert all(outcome.codes), outcome.output
+    assert [line for line in outcome.errors() if "broken picture" in line] == ONE_LINE
+    assert "Connection closed" not in outcome.output and "failure_worker.py\", line" not in outcome.output
+
+
+def test_a_fault_of_one_rank_is_one_line_and_ends_all_that_torchrun_started_though_they_do_not_wait_for_it() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     finished = subprocess.run(
-        [*command, str(ROOT / "tests" / "workers" / "failure_worker.py"), waiting],
+        [*command, WORKER, "asleep"],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     own = [line for line in finished.stderr.splitlines() if "error: " in line and "broken picture" in line]
-    assert own == ["worker: error: [rank 1] sample 7: broken picture; mend it"]
+    assert own == ONE_LINE
     # torchrun reports the processes that ended; the ranks themselves add no traceback of a broken connection.
     assert "Connection closed" not in finished.stderr and "failure_worker.py\", line" not in finished.stderr
     assert finished.returncode != 0
 
 
-def test_ranks_that_lose_a_killed_one_say_so_in_one_line_instead_of_their_collectives_trace() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    finished = subprocess.run(
-        [*command, str(ROOT / "tests" / "workers" / "failure_worker.py"), "killed"],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    (line,) = [line for line in finished.stderr.splitlines() if "error: [rank" in line]
+def test_ranks_that_lose_a_killed_one_say_so_in_one_line_instead_of_their_collectives_trace(tmp_path: Path) -> None:
+    outcome = run(tmp_path, [WORKER, "killed"], 3)
+    assert all(outcome.codes) and outcome.codes[1] == -signal.SIGKILL, outcome.output
+    (line,) = [line for line in outcome.errors() if "error: [rank" in line]
     assert "lost the connection to another process, which has ended (killed, or out of memory?)" in line
-    assert "failure_worker.py\", line" not in finished.stderr and finished.returncode != 0
+    assert "failure_worker.py\", line" not in outcome.output
 
 
 def test_an_interrupt_that_reaches_the_launcher_alone_ends_the_launch(tmp_path: Path) -> None:
@@ -85,8 +94,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(300)
 def test_sigterm_saves_and_exits_0_and_another_split_resumes(tiny_hf: Any, tmp_path: Path) -> None:
     hf = tiny_hf("qwen2_5_vl", True, hidden=32, text_layers=2, vision_layers=1, vocab=None)
-    run = write_run(tmp_path, hf)
-    command = [sys.executable, "-m", "tangram", "train", str(run)]
+    command = [sys.executable, "-m", "tangram", "train", str(write_run(tmp_path, hf))]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         while len(steps(tmp_path)) < 2 and process.poll() is None:

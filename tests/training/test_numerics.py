@@ -12,12 +12,12 @@ from tests.training.test_resume import stored
 from tests.trial import BATCH, Record, Trial, run, split, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-FOUR = "training.train_iters=4"
+THREE = "training.train_iters=3"
 
 
 @pytest.fixture(scope="module")
 def plain(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    return train(tmp_path_factory.mktemp("plain"), trial, [FOUR])
+    return train(tmp_path_factory.mktemp("plain"), trial, [THREE])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -60,13 +60,13 @@ def test_weights_are_cast_only_when_asked(trial: Trial, folder: Path) -> None:
     ids=["full, uniform", "full, block", "selective"],
 )
 def test_recomputation_changes_no_bit(settings: dict[str, object], trial: Trial, plain: list[Record], folder: Path) -> None:
-    rows = train(folder, trial, [FOUR, *(f"features.{key}={value}" for key, value in settings.items())])
+    rows = train(folder, trial, [THREE, *(f"features.{key}={value}" for key, value in settings.items())])
     assert [(row["loss"], row["grad_norm"]) for row in rows] == [(row["loss"], row["grad_norm"]) for row in plain]
 
 
 @pytest.mark.parametrize("loss_type", ["default", "per_sample_loss", "per_token_loss"])
 def test_each_loss_type_is_the_same_on_two_ranks(loss_type: str, trial: Trial, plain: list[Record], folder: Path) -> None:
-    command = [FOUR, f"training.loss_type={loss_type}"]
+    command = [THREE, f"training.loss_type={loss_type}"]
     one, two = train(folder / "one", trial, command), train(folder / "two", trial, command, 2)
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-6)
     assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-5)

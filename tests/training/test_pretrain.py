@@ -19,7 +19,7 @@ def run(script: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[s
     files = ["--mm-model", str(folder / "model.json"), "--mm-data", str(folder / "data.json"), "--load", str(folder / "hf")]
     numbers = ["--micro-batch-size", "1", "--global-batch-size", "2", "--seq-length", "64", "--lr", "1e-3", "--calculate-per-token-loss"]
     command = [sys.executable, str(script), *files, *numbers, "--lr-decay-style", "constant", *more]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False)
 
 
 def losses(folder: Path) -> list[float]:

@@ -21,7 +21,7 @@ TIMED = ("step_ms", "tokens_per_s", "tflops_per_device", "mfu")
 
 def run_file(folder: Path) -> Path:
     """A run of 4 steps on the fsdp2 backend, with dropout in attention, that uses every tool a machine without accelerator has."""
-    trial = kit.write_trial(folder)
+    trial = kit.write_trial(folder, layers=2)
     hf = json.loads((trial.hf / "config.json").read_text())
     hf.get("text_config", hf)["attention_dropout"] = 0.3
     (trial.hf / "config.json").write_text(json.dumps(hf))
@@ -81,8 +81,8 @@ def test_two_runs_in_deterministic_mode_are_the_same_and_tools_tell_of_them(tmp_
 
 def test_the_work_of_a_step_does_not_depend_on_the_split(tmp_path: Path) -> None:
     """On the megatron backend: half of it is each of two ranks'."""
-    trial = kit.write_trial(tmp_path / "trial")
-    words = ["training.train_iters=3", "tools.peak_tflops=0.5"]
+    trial = kit.write_trial(tmp_path / "trial", layers=2)
+    words = ["training.train_iters=2", "training.lr_warmup_iters=0", "tools.peak_tflops=0.5"]
     one, two = (kit.train(tmp_path / f"{n}", trial, [*words, *kit.split(n)], n) for n in (1, 2))
     work = [[row["tflops_per_device"] * row["step_ms"] for row in rows] for rows in (one, two)]
     assert work[0][0] > 0 and work[0] == pytest.approx([2 * value for value in work[1]], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Training gives the same numbers at every split: the real command on real data, 20 steps, fp32."""
+"""Training gives the same numbers at every split: the real command on real data, more than an epoch of it, fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 from tests.trial import Record, Trial, run, split, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-TWENTY = ["training.train_iters=20", "training.lr_decay_style=cosine", "training.clip_grad=1.0"]
+STEPS = 8
+"""An epoch has five."""
+RUN = [f"training.train_iters={STEPS}", "training.lr=3.0e-3", "training.lr_decay_style=cosine", "training.clip_grad=1.0"]
 SPLITS = {
     "tensor": (split(2), 2),
     "pipeline": (split(1, [4, 0], [1, 3]), 2),
@@ -23,6 +25,7 @@ SPLITS = {
     "two copies": ([], 2),
     "two copies, distributed optimizer": (split(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True), 2),
     "tensor, two copies, distributed optimizer": (split(2, use_distributed_optimizer=True), 4),
+    "ring, distributed optimizer": (split(context_parallel_size=2, context_parallel_algo="megatron_cp_algo", use_distributed_optimizer=True), 2),
 }
 TIED = ["tensor", "tensor and pipeline", "virtual stages", "two copies, distributed optimizer"]
 """Splits that tie embeddings and draw random weights, each in another way: on one stage, on two, on two of several chunks, in copies."""
@@ -38,7 +41,7 @@ def one_process(trials: Callable[[bool], Trial], tmp_path_factory: pytest.TempPa
 
     def curve(tied: bool, random: bool) -> list[Record]:
         if (tied, random) not in known:
-            known[tied, random] = train(tmp_path_factory.mktemp("one"), trials(tied), TWENTY + (RANDOM if random else []))
+            known[tied, random] = train(tmp_path_factory.mktemp("one"), trials(tied), RUN + (RANDOM if random else []))
         return known[tied, random]
 
     return curve
@@ -54,11 +57,11 @@ def worst(found: list[Record], expected: list[Record], key: str) -> float:
     [*((name, False) for name in SPLITS), *((name, True) for name in TIED)],
     ids=[*(f"{name}, untied, given weights" for name in SPLITS), *(f"{name}, tied, random weights" for name in TIED)],
 )
-def test_twenty_steps_do_not_depend_on_the_split(name: str, tied: bool, trials: Callable[[bool], Trial], one_process: Curves, folder: Path) -> None:
+def test_steps_do_not_depend_on_the_split(name: str, tied: bool, trials: Callable[[bool], Trial], one_process: Curves, folder: Path) -> None:
     overrides, ranks = SPLITS[name]
     expected = one_process(tied, tied)
-    found = train(folder, trials(tied), [*TWENTY, *(RANDOM if tied else []), *overrides], ranks)
-    assert len(found) == 20 and expected[-1]["loss"] < 0.9 * expected[0]["loss"]
+    found = train(folder, trials(tied), [*RUN, *(RANDOM if tied else []), *overrides], ranks)
+    assert len(found) == STEPS and expected[-1]["loss"] < 0.9 * expected[0]["loss"]
     assert worst(found, expected, "loss") <= 1e-6
     # Replicated parameters and both copies of a tied embedding count once (NVIDIA-NeMo/RL PR 3788).
     assert worst(found, expected, "grad_norm") <= 1e-5
@@ -73,7 +76,7 @@ def test_tied_and_untied_models_are_not_the_same_run(one_process: Curves) -> Non
 
 def test_a_pipeline_logs_the_global_loss_once_per_step(trial: Trial, one_process: Curves, folder: Path) -> None:
     """pytorch/torchtitan 547, 1232: rank 0 of a pipeline has no loss, and printed -1 or failed."""
-    outcome = run(folder, ["tangram", "train", str(trial.run_file), "training.train_iters=3", *SPLITS["pipeline"][0]], 2).succeeded()
+    outcome = run(folder, ["tangram", "train", str(trial.run_file), *RUN, "training.exit_interval=3", *SPLITS["pipeline"][0]], 2).succeeded()
     printed = [float(text) for text in re.findall(r"\| loss: (\S+) \|", outcome.output)]
     assert len(printed) == 3 and all(math.isfinite(loss) for loss in printed)
     first = one_process(False, False)[:2]

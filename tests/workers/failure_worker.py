@@ -1,4 +1,4 @@
-"""Under torchrun: rank 1 meets a fault while the others wait for it. Usage: failure_worker.py collective|asleep|killed (the fault is a SIGKILL)."""
+"""On each rank: rank 1 meets a fault while the others wait for it. Usage: failure_worker.py collective|asleep|killed (the fault is a SIGKILL)."""
 
 from __future__ import annotations
 
