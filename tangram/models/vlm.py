@@ -94,6 +94,7 @@ class VLMModel(MegatronModule):
         self.share_embeddings_and_output_weights = not model.text_decoder.untie_embeddings_and_output_weights
         self.add_image_encoder, self.add_text_decoder = chunk.has_vision, chunk.has_text
         self.input_tensor: Tensor | None = None
+        self.trained_before = True
         self.image_encoder: ImageEncoder | None = None
         self.text_decoder: Any = None
         if chunk.has_vision:
@@ -126,6 +127,13 @@ class VLMModel(MegatronModule):
 
     def freeze(self, freeze_text_decoder: bool = False, freeze_image_encoder: bool = False, freeze_image_projection: bool = False) -> None:
         """Take whole components out of training."""
+        before = self.topology.order[: self.chunk.position]
+        self.trained_before = any(
+            (chunk.has_vision and not freeze_image_encoder)
+            or (chunk.vision_last and not freeze_image_projection)
+            or (chunk.has_text and not freeze_text_decoder)
+            for chunk in before
+        )
         if self.image_encoder is not None:
             self.image_encoder.freeze(freeze_image_encoder, freeze_image_projection)
         if self.text_decoder is not None:
@@ -203,7 +211,12 @@ class VLMModel(MegatronModule):
         """The previous chunk's hidden states, none on the first chunk, and the DeepStack features that are still to be added."""
         if self.input_tensor is None:
             return None, []
-        hidden, *features = unpack(self.input_tensor, activation_shapes(self.topology, self.model, self.chunk.position - 1, batch))
+        received = self.input_tensor
+        if not self.trained_before and torch.is_grad_enabled():
+            # No activations are kept for a gradient that nobody needs. The previous stage waits for one all the same.
+            received.grad = torch.zeros_like(received)
+            received = received.detach()
+        hidden, *features = unpack(received, activation_shapes(self.topology, self.model, self.chunk.position - 1, batch))
         return hidden, features
 
     def _hand_on(self, hidden: Tensor, features: list[Tensor]) -> Tensor:

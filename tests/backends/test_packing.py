@@ -31,7 +31,7 @@ LOSS_TYPES = ("default", "per_sample_loss", "per_token_loss")
 PROCESSES = 4
 SPLITS = {
     "tensor and pipeline": Split(tensor=2, pipeline=2),
-    "vision over both stages": Split(tensor=2, pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[0, 2]),
+    "vision over both stages": Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[0, 2]),
     "copies": Split(data=4),
     "two ranks that share heads, in copies": Split(context=2, data=2),
     "rings of two ranks that share heads": Split(context=4, context_algo="hybrid", ulysses=2),
@@ -111,8 +111,9 @@ def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findi
     folder, hf_dir = tmp_path_factory.mktemp("packing"), tiny_hf("qwen2_5_vl", hidden=32, text_layers=2, vision_layers=2, weight_std=0.1)
     model = open_subject(hf_dir, folder).model
     samples, rope_index = make_samples(model), get_family("qwen2_5_vl").rope_index
-    apart, together = Collator(rope_index, model, 0), Collator(rope_index, model, 0, pad_to_multiple_of=8, packing=True)
+    apart, together = Collator(rope_index, model, 0), Collator(rope_index, model, 0, pad_to_multiple_of=5, packing=True)
     steps = {"apart": [apart([[one] for one in batch]) for batch in samples], "together": [together([batch]) for batch in samples]}
+    assert {batch["input_ids"].shape[1] % 2 for batch in steps["together"]} == {0, 1}, "sequence parallelism must pad some rows"
     torch.save(steps, folder / "steps.pt")
     tasks = {
         name: Task(name=name, hf_dir=str(hf_dir), model=model, split=split, batch="", micro_batch_size=1, out=str(folder / name))

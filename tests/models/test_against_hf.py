@@ -186,6 +186,37 @@ def test_a_model_that_is_not_the_tables_is_refused_by_name(one_process: None) ->
         mark_parallel(parameters, placement)
 
 
+def test_a_stage_after_frozen_ones_keeps_no_activations_for_them(one_process: None) -> None:
+    """modelscope/ms-swift#9945: what arrives from another stage asks for a gradient, which makes a frozen encoder keep all it computes."""
+    model = get_family("qwen2_5_vl").from_hf_config(hf_config(make_hf("qwen2_5_vl")))
+    topology = Topology.build(vision_layers=4, text_layers=3, vit_pp_layers=[2, 2], llm_pp_layers=[0, 3])
+    second = build_model_chunk(model, topology.order[1], topology, torch.float32, 320).train()
+    batch = make_batch(GRIDS, ROWS)
+    positions = torch.zeros(3, *batch["input_ids"].shape)
+
+    def run(**frozen: bool) -> tuple[bool, torch.Tensor | None, int]:
+        saved = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        second.freeze(**frozen)
+        received = torch.zeros(len(batch["pixel_values"]), 1, 32, requires_grad=True)
+        second.set_input_tensor([received])
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            losses = second(position_ids=positions, **batch)["loss_dict"]["token_losses"]
+        return losses.requires_grad, received.grad, saved
+
+    graph, gradient, nothing = run(freeze_text_decoder=True, freeze_image_encoder=True, freeze_image_projection=True)
+    assert gradient is not None and not gradient.any(), "the first stage waits for it"
+    assert not graph and nothing == 0
+    graph, _, some = run(freeze_image_encoder=True)
+    _, gradient, everything = run()
+    assert graph and gradient is None and everything - some > 150_000
+
+
 def test_frozen_component_has_no_graph(one_process: None) -> None:
     hf = make_hf("qwen2_5_vl")
     built, _ = assemble(hf, "qwen2_5_vl")
