@@ -17,6 +17,8 @@ from tangram.align.reference import load_reference, loss_curve
 from tangram.align.run import make_task, open_subject, prepare_batch
 from tangram.align.task import Curve, Split, TaskList
 from tangram.config.model import ModelConfig
+from tangram.errors import ConfigError
+from tangram.placement.topology import Topology
 from tests.conftest import TinyHF
 from tests.ranks import on_ranks
 
