@@ -122,6 +122,11 @@ class VisionEncoderConfig(RecomputeKeys):
         """Hidden states that the encoder makes of an image or video: one per patch, and those that belong to none."""
         return prod(grid)
 
+    @property
+    def places_together(self) -> int:
+        """Hidden states that no division over ranks may part."""
+        return self.spatial_merge_size**2
+
     def tokens(self, grid: Grid) -> int:
         """Tokens that an image or video becomes in the text."""
         return prod(grid) // self.spatial_merge_size**2

@@ -65,7 +65,7 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     else:
         assert encoder is not None
         own = MediaShare(encoder, grids, installed(topology.context)).own_grids
-        split = SequenceSplit(sum(map(encoder.places, own)), tensor=tensor, unit=encoder.spatial_merge_size**2)
+        split = SequenceSplit(sum(map(encoder.places, own)), tensor=tensor, unit=encoder.places_together)
         hidden = (split.local_length, 1, encoder.hidden_size)
     return (hidden, *[(tokens, width)] * pending_features(model, chunk))
 

@@ -77,6 +77,11 @@ class ClipEncoderConfig(VisionEncoderConfig):
         """Those up to ``vision_feature_layer``."""
         return self.vision_feature_layer if self.vision_feature_layer >= 0 else self.num_layers + 1 + self.vision_feature_layer
 
+    @property
+    def places_together(self) -> int:
+        """One: patches are merged, if at all, when they are whole again."""
+        return 1
+
     def places(self, grid: Grid) -> int:
         return super().places(grid) + int(self.add_class_token)
 
