@@ -23,8 +23,7 @@ from tangram.checkpoints.manager import CheckpointManager
 from tangram.config.sources import read_hf_config
 from tangram.errors import CheckpointError
 from tangram.families import get_family
-from tests.fsdp2.kit import engine_of, read, write_run
-from tests.fsdp2.media import Rows
+from tests.fsdp2.kit import engine_of, read, real_batch, write_run
 
 STEPS = 2
 
@@ -53,7 +52,7 @@ def rank() -> int:
 
 
 class Run:
-    """An engine, its manager, and the same four micro-batches over and over."""
+    """An engine, its manager, and the first micro-batches of the common batch over and over."""
 
     def __init__(self, hf: Path, scratch: Path, changes: Mapping[str, Any], seed: int, **options: Any) -> None:
         self.engine = Fsdp2Engine(read(write_run(scratch / f"rank_{rank()}", hf, changes)))
@@ -75,8 +74,7 @@ class Run:
         torch.manual_seed(seed + rank())
         np.random.seed(seed)
         random.seed(seed)
-        rows = Rows(hf)
-        self.parts = [rows.batch(kind) for kind in ("both", "text", "image", "video")]
+        self.parts = real_batch(hf)[1][:4]
 
     def train(self, first: int, count: int = STEPS) -> list[float]:
         losses = []
