@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import select
 import socket
 import sys
+import threading
 import time
 import traceback
 from functools import cache
@@ -71,10 +73,19 @@ def _collect(pipes: list[Connection], deadline: float, what: str) -> list[Any]:
     return [found[rank] for rank in sorted(found)]
 
 
+def _end_with_the_test(pipe: Connection) -> None:
+    """End this rank, whatever it waits for, when nobody reads its pipe any more: the test was killed, or has what it wanted."""
+    hang_up = select.poll()
+    hang_up.register(pipe.fileno(), 0)
+    hang_up.poll()
+    os._exit(1)
+
+
 def _rank(pipe: Connection, rank: int, world_size: int, port: int, file: str, function: str, arguments: tuple[Any, ...]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_the_test, args=(pipe,), daemon=True).start()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     try:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -86,6 +97,5 @@ def _rank(pipe: Connection, rank: int, world_size: int, port: int, file: str, fu
         pipe.send((True, getattr(module, function)(*arguments)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
-    pipe.close()
     # Other ranks may still be in a collective with this one; its connections go with the process, which on_ranks ends.
     time.sleep(PATIENCE)
