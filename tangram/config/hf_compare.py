@@ -25,6 +25,9 @@ OURS_ALONE = frozenset(
         "loss_chunk_size",
         "attention_dropout",
         "hidden_dropout",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_token_dispatcher_type",
         "init_method_std",
     }
 )
