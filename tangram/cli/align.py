@@ -174,6 +174,9 @@ def read_split(args: argparse.Namespace) -> Split:
         value = getattr(args, name[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
+    if (args.cp or 1) == 1 and (args.cp_algo or args.ulysses_degree):
+        given = f"--cp-algo {args.cp_algo}" if args.cp_algo else f"--ulysses-degree {args.ulysses_degree}"
+        raise ConfigError(f"{given} has no effect without context-parallel ranks; give --cp of 2 or more, or leave it out")
     shared = {"context": args.cp or 1, "context_algo": args.cp_algo or "ulysses", "ulysses": args.ulysses_degree}
     return parse_section(
         Split, {**sizes, **shared, "sequence_parallel": bool(args.sp), "vit_pp_layers": vision, "llm_pp_layers": text}, "tangram align"

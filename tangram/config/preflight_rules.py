@@ -95,7 +95,9 @@ def tensor_parallel(subject: Subject) -> str:
     sizes = [
         ("text_decoder.num_query_groups (key/value heads)", text.num_query_groups),
         ("text_decoder.num_attention_heads", text.num_attention_heads),
-        ("text_decoder.ffn_hidden_size", text.ffn_hidden_size),
+        ("text_decoder.moe_intermediate_size", text.moe_intermediate_size)
+        if isinstance(text, ExpertKeys)
+        else ("text_decoder.ffn_hidden_size", text.ffn_hidden_size),
     ]
     if vision is not None and subject.model.image_encoder is not None:
         sizes += [
@@ -293,6 +295,8 @@ def notes(subject: Subject) -> list[str]:
         )
     if run.parallel.use_distributed_optimizer and subject.data_parallel == 1 == run.parallel.context_parallel_size:
         found.append("use_distributed_optimizer saves nothing with data-parallel size 1")
+    if run.parallel.context_parallel_size == 1 and run.parallel.context_parallel_algo != "ulysses_cp_algo":
+        found.append(f"context_parallel_algo {run.parallel.context_parallel_algo} has no effect with context_parallel_size 1")
     for pp_rank in range(topology.pipeline):
         if not _trains(subject, pp_rank):
             found.append(f"pipeline stage {pp_rank} holds only frozen weights: its optimizer has nothing to do")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -28,6 +28,24 @@ class DecoderStack(LayerStack):
     """Layers and, on the last stage, the final norm."""
 
     final_layernorm: MegatronModule
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The head. Whatever reads its weight goes through a call of it: with ``overlap_param_gather`` a weight is up to date only after its module's
+    forward hook."""
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        use: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits, as megatron-core's; or what ``use`` makes of the weight [padded_vocab / TP, h]."""
+        if use is not None:
+            return use(self.weight if weight is None else weight), None
+        output: tuple[Tensor, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
+        return output
 
 
 class TextDecoder(MegatronModule):
@@ -68,7 +86,7 @@ class TextDecoder(MegatronModule):
         self.decoder = DecoderStack(self.config, find_layer_spec(section), numbers, groups)
         if last:
             self.decoder.final_layernorm = NORMS[section.normalization](self.config, section.hidden_size, section.layernorm_epsilon)
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = OutputLayer(
                 section.hidden_size,
                 padded_vocab,
                 config=undivided,
@@ -117,10 +135,14 @@ class TextDecoder(MegatronModule):
 
     def chunked_losses(self, hidden: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
         """Cross-entropy of each token, fp32 [n], from hidden states [n, h], without logits of them all. See ``chunked_token_losses``."""
-        weight = self.word_embeddings if self.shares_weight else self.output_layer.weight
         # As in the output layer's own forward: the gradient of the hidden states is summed over the parts of the vocabulary.
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return chunked_token_losses(hidden, weight, targets, chunk_size, vocab_size=self.section.vocab_size, tp_group=self.tp_group)
+        copied = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+
+        def losses(weight: Tensor) -> Tensor:
+            return chunked_token_losses(copied, weight, targets, chunk_size, vocab_size=self.section.vocab_size, tp_group=self.tp_group)
+
+        found, _ = self.output_layer(hidden, weight=self.word_embeddings if self.shares_weight else None, use=losses)
+        return found
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits over this rank's part of the padded vocabulary: [..., h] -> [..., padded_vocab / TP]."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tangram.backends.megatron.communicator import backward_receives, forward_receives
-from tangram.backends.megatron.parallel import embedding_ranks
+from tangram.backends.megatron.parallel import data_parallel_size, embedding_ranks
+from tangram.errors import ConfigError
 from tangram.models.payload import activation_shapes
 from tangram.placement.topology import Topology
 
@@ -69,3 +71,11 @@ def test_embedding_group_follows_the_text_decoder() -> None:
     assert embedding_ranks(four_stages(), [3, 5, 7, 9]) == [7, 9]
     late = Topology.build(vision_layers=2, text_layers=4, vit_pp_layers=[[2, 0], [0, 0]], llm_pp_layers=[[0, 1], [1, 2]])
     assert embedding_ranks(late, [0, 1]) == [1]
+
+
+def test_expert_ranks_are_counted_beside_those_that_share_a_micro_batch() -> None:
+    """CP 2 with experts over 4 of the copies: 8 processes at least."""
+    shared = Topology.build(vision_layers=0, text_layers=1, context=2, expert=4)
+    assert data_parallel_size(8, shared) == 4
+    with pytest.raises(ConfigError, match="world size 4 makes 2 data-parallel ranks, .* start a multiple of 8 processes"):
+        data_parallel_size(4, shared)

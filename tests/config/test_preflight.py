@@ -273,6 +273,8 @@ def test_notes(files: Files) -> None:
         "use_distributed_optimizer saves nothing with data-parallel size 1",
         "pipeline stage 1 holds only frozen weights: its optimizer has nothing to do",
     ]
+    ring = report(files, *PP2, "--context-parallel-algo", "megatron_cp_algo", world=2).notes
+    assert "context_parallel_algo megatron_cp_algo has no effect with context_parallel_size 1" in ring
 
 
 def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:

@@ -57,6 +57,9 @@ def worst_error(groups: ContextGroups, ring: int, case: dict[str, object]) -> fl
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         mask[:, :left] = False
         mask |= torch.eye(length, dtype=torch.bool)
+    if case.get("ahead"):
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mask[0, -1] = True
     query, key, value = (part.permute(1, 2, 0, 3) for part in whole)
     expected = nn.functional.scaled_dot_product_attention(query, key, value, seen_by(length, samples, mask), enable_gqa=True).permute(2, 0, 1, 3)
     (expected * weights).sum().backward()
@@ -88,6 +91,7 @@ CASES = {
     "packed": {"length": 37, "batch": 1, "heads": 4, "groups": 2, "samples": [3, 1, 9, 1, 1, 17, 5]},
     "packed, one sample is most": {"length": 31, "batch": 1, "heads": 4, "groups": 2, "samples": [1, 29, 1]},
     "padding on the left": {"length": 21, "batch": 2, "heads": 4, "groups": 2, "left": 9},
+    "the first token sees the last": {"length": 24, "batch": 2, "heads": 4, "groups": 2, "ahead": True},
     "shorter than the ranks": {"length": 3, "batch": 1, "heads": 4, "groups": 2},
 }
 

@@ -55,7 +55,7 @@ def data_parallel_size(world_size: int, topology: Topology) -> int:
     if copies % topology.expert:
         raise ConfigError(
             f"world size {world_size} makes {copies} data-parallel ranks, which expert-parallel size {topology.expert} does not divide; start a "
-            f"multiple of {topology.model_parallel_size * topology.expert} processes"
+            f"multiple of {topology.ranks_of_a_batch * topology.expert} processes"
         )
     return copies
 

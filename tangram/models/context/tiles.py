@@ -48,8 +48,8 @@ def ring_tiles(padded: int, ring: int, rank: int, samples: Sequence[int] | None 
         tuple(
             tile
             for place, own in enumerate((rank, 2 * ring - 1 - rank))
-            # Behind a mask the tile on the diagonal comes first: after it no row of the softmax is empty.
-            for other_place, other in reversed(list(enumerate((owner, 2 * ring - 1 - owner))))
+            # Behind a mask the tile on the diagonal comes first: every token sees itself, so after it no row of the softmax is empty.
+            for other_place, other in sorted(enumerate((owner, 2 * ring - 1 - owner)), key=lambda part: part[1] != own)
             for tile in _tile(part, (place, own), (other_place, other), ends, mask)
         )
         for owner in range(ring)
