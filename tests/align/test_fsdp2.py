@@ -102,5 +102,3 @@ def test_what_does_not_fit_the_backend_is_refused_in_one_line(tiny_hf: Callable[
     assert "parallel.fully_shard_parallel_size 3" in refused("--backend", "fsdp2", "--nproc", "2", "parallel.fully_shard_parallel_size=3")
     assert "parallel.shards" in refused("--backend", "fsdp2", "parallel.shards=2")
     assert "sets features.loss_cfg.loss_type itself, which lies in it" in refused("--backend", "fsdp2", "features={loss_cfg: {loss_type: raw}}")
-    with pytest.raises(ConfigError, match="family qwen3_vl: .* the megatron backend does not run it yet; use fsdp2"):
-        align(tiny_hf("qwen3_vl", **SMALL), [Split()])
