@@ -33,7 +33,7 @@ from tangram.checkpoints.safetensors_io import SafetensorsFile
 from tangram.config.model import ModelConfig
 from tangram.config.parsing import read_mapping
 from tangram.errors import TangramError
-from tangram.families.base import Family, get_family
+from tangram.families.base import Family, get_family, has_family
 from tangram.placement.blocks import canonical_shapes
 
 LORA_NAME = re.compile(r".+\.lora_[AB]\.default\.weight")
@@ -160,7 +160,7 @@ def run_inspect(options: InspectOptions, families: tuple[str, ...] = ()) -> Insp
         TangramError: as ``inspect``.
     """
     found = inspect(options.path, options.hf_config.hf_dir)
-    if found.family is not None:
+    if families and found.family is not None:
         with found.noting():
             check_family(get_family(found.family), families, found.path)
     return found
@@ -276,7 +276,9 @@ def _describe_training(found: Inspection, path: Path, hf_dir: str | Path | None)
         found.split = _of_training(manifest.split)
         found.facts |= {"folder": folder.name, "samples": manifest.consumed_samples, "seed": manifest.seed, "written by": dict(manifest.packages)}
         config = manifest.hf_config or (read_mapping(Path(hf_dir, "config.json")) if hf_dir is not None else None)
-        if config:
+        if config and "fully_shard" in manifest.split and not has_family(manifest.family):
+            found.facts["not checked"] = f"names and shapes: {manifest.family} is no family here, so its class alone tells them (or --plugin)"
+        elif config:
             family = get_family(manifest.family)
             model = found.add_model(config, family)
     found.add_files(sorted(file for file in folder.rglob("*") if file.is_file()))

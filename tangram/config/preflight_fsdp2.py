@@ -54,7 +54,7 @@ def processes(subject: Subject) -> str:
     parallel = _of(subject).settings.parallel
     needed = least_processes(parallel)
     if subject.world_size is None:
-        return f"a multiple of {needed} processes is needed"
+        return f"a multiple of {needed} processes is needed" if needed > 1 else "any number of processes"
     replicate, shard, ulysses = sizes(parallel, subject.world_size)
     expert_sizes(parallel, subject.world_size)
     return f"{subject.world_size} processes = {replicate} copies x {shard * ulysses} shards, data-parallel size {replicate * shard}"

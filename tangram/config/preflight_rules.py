@@ -135,7 +135,7 @@ def world_size(subject: Subject) -> str:
     tensor, context, pipeline = subject.tensor, subject.run.parallel.context_parallel_size, subject.run.parallel.pipeline_model_parallel_size
     unit = subject.ranks_of_a_batch * subject.expert
     if subject.world_size is None:
-        return f"a multiple of {unit} processes is needed"
+        return f"a multiple of {unit} processes is needed" if unit > 1 else "any number of processes"
     experts = f" x expert-parallel {subject.expert}" if subject.expert > 1 else ""
     if subject.data_parallel is None:
         shared = f" x context-parallel {context}" if context > 1 else ""

@@ -88,7 +88,7 @@ def run_demo(folder: Path, recipe: Recipe, say: Say, *, force: bool = False) -> 
         found.checks.append(_convert(hf_init, mm, recipe, folder))
     with found.timed("training", say):
         _train(write_run_file(recipe, folder), folder / "train.log", recipe.steps, say)
-        found.losses = read_losses(folder / "metrics.jsonl")
+        found.losses = _whole(read_losses(folder / "metrics.jsonl"), recipe.steps, folder / "train.log")
     with found.timed("export", say):
         reader = DCPReader(ckpt)
         export_hf(reader, hf_final, get_family(FAMILY), files_from=hf_init, hf_config=dict(reader.manifest.hf_config))
@@ -150,6 +150,13 @@ def _train(run_file: Path, log: Path, steps: int, say: Say) -> None:
             raise
     if process.returncode != 0:
         raise DemoError(f"training ended with status {process.returncode}: {_fault(log) or last}; see {log}")
+
+
+def _whole(losses: list[float], steps: int, log: Path) -> list[float]:
+    """The losses of a training that made all of its steps; one that is told to stop (SIGTERM) saves and ends with status 0."""
+    if len(losses) != steps:
+        raise DemoError(f"training ended after {len(losses)} of {steps} steps; see {log}, and start the demo again with --force")
+    return losses
 
 
 def _short(line: str) -> str:

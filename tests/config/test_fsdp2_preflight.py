@@ -183,6 +183,7 @@ def test_a_least_rate_that_is_never_reached_is_told(tmp_path: Path) -> None:
 def test_processes_of_unknown_number(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     assert detail(path, "processes", "parallel.fully_shard_parallel_size=4", world=None) == "a multiple of 4 processes is needed"
+    assert detail(path, "processes", world=None) == "any number of processes"
     with pytest.raises(ConfigError, match="expert_fully_shard_parallel_size 3 must divide the 2 ranks that hold the same experts"):
         expert_sizes(Fsdp2Parallel(expert_parallel_size=2, expert_fully_shard_parallel_size=3), 4)
     said = [str(error) for error in report(path, "parallel.ulysses_parallel_size=3").errors]

@@ -20,7 +20,7 @@ from tangram.demo.page import Check, Page, render_page
 from tangram.demo.photos import QUESTIONS
 from tangram.demo.plot import plot_losses, read_losses, running_mean
 from tangram.demo.recipe import Recipe, write_run_file
-from tangram.demo.run import shown
+from tangram.demo.run import DemoError, _whole, shown
 from tangram.families.base import get_family
 from tangram.placement.topology import Topology
 
@@ -78,6 +78,12 @@ def test_pictures_on_the_page_take_turns_between_types_and_are_never_shown_twice
     answers = [Answered(question(number, "red", kind), "") for number, kind in asked]
     assert [(int(a.question.image.stem), a.question.kind) for a in shown(answers, 9)] == [(0, "color"), (1, "shape"), (2, "shape"), (3, "shape")]
     assert len(shown(answers, 2)) == 2
+
+
+def test_a_training_that_was_stopped_is_not_reported_as_a_whole_one(tmp_path: Path):
+    assert _whole([3.0, 2.0], 2, tmp_path) == [3.0, 2.0]
+    with pytest.raises(DemoError, match="training ended after 1 of 2 steps"):
+        _whole([3.0], 2, tmp_path)
 
 
 def test_the_running_mean_is_over_the_last_values(tmp_path: Path):

@@ -86,6 +86,7 @@ def test_it_trains_resumes_and_exports_to_what_transformers_loads(which: str, re
     assert on_ranks(1, CASES, "trained", run_file, *again, "training.gradient_accumulation_steps=2") == [3]
     assert losses_of(tmp_path / "again")[3] == pytest.approx(whole[3], rel=1e-6)
     plugin, hf = ["--plugin", str(run_file.parent / "plugin.py")], str(run_file.parent / "hf")
+    assert main(["inspect", str(run_file.parent / "out"), *plugin]) == 0
     assert main(["export", str(run_file.parent / "out"), str(tmp_path / "hf"), "--hf", hf, *plugin]) == 0
     loaded, info = getattr(transformers, model.config.architectures[0]).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
