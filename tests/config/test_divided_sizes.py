@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tangram.align.run import make_task, open_subject
+from tangram.align.task import Split
 from tangram.config.model import ModelConfig
 from tangram.config.preflight_rules import Subject, tensor_parallel
 from tangram.errors import ConfigError, PlacementError
 from tangram.families.base import get_family
-from tangram.align.run import make_task, open_subject
-from tangram.align.task import Split
 from tangram.placement.proof import prove_table
 from tangram.placement.table import padded_vocabulary
 
