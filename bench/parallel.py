@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore")
 
 HIDDEN, LAYERS, VOCABULARY, MICRO_BATCHES, LR = 256, 8, 8192, 8, 1e-4
-SIDE, PROCESSES = 24, 4
+PROCESSES = 4
 BASE = "one process"
 
 
@@ -54,8 +54,23 @@ def splits() -> dict[str, Split]:
         "PP2 x VPP2": Split(pipeline=2, virtual=2),
         "PP2, vision on both": Split(pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[3, 5]),
         "TP2 x PP2": Split(tensor=2, pipeline=2),
+        "TP2 x SP": Split(tensor=2, sequence_parallel=True),
+        "CP2, Ulysses": Split(context=2),
+        "CP2, ring": Split(context=2, context_algo="ring"),
+        "TP2 x SP x PP2": Split(tensor=2, sequence_parallel=True, pipeline=2),
         "TP2 x DP2": Split(tensor=2, data=2),
+        "PP2 x CP2, ring": Split(pipeline=2, context=2, context_algo="ring"),
     }
+
+
+SKEWED = ("DP4, large pictures on one rank", "the same, balanced")
+"""Every fourth picture has as many patches as sixteen others, and the fourth rank gets them all."""
+
+
+def skewed() -> dict[str, Split]:
+    from tangram.align.task import Split
+
+    return dict(zip(SKEWED, (Split(data=4), Split(data=4, balance=True)), strict=True))
 
 
 class SentBytes(TorchDispatchMode):
@@ -160,10 +175,11 @@ def _measure(task: Task, rank: int, number: int, steps: int) -> dict[str, float]
 
 
 def summarise(names: Sequence[str], found: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By split: ratio of time to one process's, largest memory and bytes of any rank, and how far its loss lies from one process's."""
-    base = [row for row in found[0] if row["name"] == BASE]
+    """By split: ratio of time to one process's, memory and bytes sent of each rank, and how far its loss lies from one process's; of the skewed
+    batch, ratio and loss against the run without balance."""
     table = {}
     for name in names:
+        base = [row for row in found[0] if row["name"] == (SKEWED[0] if name in SKEWED else BASE)]
         rows = {rank: [row for row in rows if row["name"] == name] for rank, rows in found.items()}
         table[name] = {
             "time": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(rows[0], base, strict=True)),
@@ -174,17 +190,23 @@ def summarise(names: Sequence[str], found: Mapping[int, Sequence[Mapping[str, An
     return table
 
 
-def make_batch(model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Rows of a picture of 576 patches, in the middle of 150 to 325 words, one in four without; all words after the picture are learnt."""
+def make_batch(model: ModelConfig, sides: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Rows of 150 to 325 words with a picture of ``side * side`` patches, 0 for none, behind the first 50; what comes after it is learnt.
+
+    Args:
+        sides: one after the other, again and again.
+    """
     generator = torch.Generator().manual_seed(0)
     assert model.image_encoder is not None and model.vision_start_token_id is not None
     encoder = model.image_encoder.vision_encoder
-    shown = [model.vision_start_token_id, *[model.img_context_token_id] * encoder.tokens((1, SIDE, SIDE))]
-    rows, pixels = [], []
+    rows, pixels, grids = [], [], []
     for number in range(MICRO_BATCHES):
         words = torch.randint(0, VOCABULARY // 2, (150 + 25 * number,), generator=generator).tolist()
-        picture = [] if number % 4 == 3 else shown
-        pixels += [torch.randn(SIDE * SIDE, encoder.patch_width, generator=generator)] * bool(picture)
+        side, picture = sides[number % len(sides)], []
+        if side:
+            picture = [model.vision_start_token_id, *[model.img_context_token_id] * encoder.tokens((1, side, side))]
+            pixels.append(torch.randn(side * side, encoder.patch_width, generator=generator))
+            grids.append((1, side, side))
         rows.append((words[:50] + picture + words[50:], 50 + len(picture)))
     longest = max(len(ids) for ids, _ in rows)
     ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
@@ -192,8 +214,7 @@ def make_batch(model: ModelConfig) -> dict[str, torch.Tensor]:
     for row, (tokens, first) in enumerate(rows):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
         labels[row, first : len(tokens)] = ids[row, first : len(tokens)]
-    grids = torch.tensor([[1, SIDE, SIDE]] * len(pixels))
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": torch.cat(pixels), "image_grid_thw": grids}
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
 
 def main() -> None:
@@ -208,17 +229,20 @@ def main() -> None:
     from tangram.families.base import get_family
     from tangram.families.tiny import TinySpec
 
-    chosen = {name: split for name, split in splits().items() if not args.only or name in (BASE, *args.only)}
+    chosen = {name: split for name, split in {**splits(), **skewed()}.items() if not args.only or name in (BASE, *args.only)}
     with tempfile.TemporaryDirectory() as name:
         work, hf = Path(name), Path(name, "hf")
         get_family("qwen2_5_vl").tiny(hf, 0, True, TinySpec(hidden=HIDDEN, text_layers=LAYERS, vocab=VOCABULARY))
         subject = open_subject(hf, work)
-        batch, _ = prepare_batch(subject, write_batch(make_batch(subject.model), work / "given"))
-        file = write_batch(batch, work)
+        files = {}
+        for kind, sides in (("even", (24, 24, 24, 0)), ("skewed", (8, 8, 8, 32))):
+            batch, _ = prepare_batch(subject, write_batch(make_batch(subject.model, sides), work / f"given {kind}"))
+            files[kind] = write_batch(batch, work / kind)
         tasks = []
         for number, (label, split) in enumerate(chosen.items()):
             folder = work / str(number)
             folder.mkdir()
+            file = files["skewed" if label in SKEWED else "even"]
             tasks.append(make_task(subject, split, file, folder, micro_batch_size=1).model_copy(update={"name": label}))
         starter = multiprocessing.get_context("spawn")
         ranks = [starter.Process(target=work_off, args=(rank, tasks, args.rounds, args.steps, work)) for rank in range(PROCESSES)]
@@ -230,12 +254,12 @@ def main() -> None:
             raise SystemExit("a process failed; its trace stands above")
         found = {rank: json.loads((work / f"rank_{rank}.json").read_text()) for rank in range(PROCESSES)}
     table = summarise(list(chosen), found)
-    tokens = int(batch["attention_mask"].sum())
-    print(f"hidden {HIDDEN}, {LAYERS} layers, {tokens} tokens in {len(batch['input_ids'])} rows, {MICRO_BATCHES} micro-batches a step")
+    print(f"hidden {HIDDEN}, {LAYERS} layers, {MICRO_BATCHES} micro-batches a step, {os.cpu_count()} cores")
     for label, row in table.items():
+        against = SKEWED[0] if label in SKEWED else BASE
         print(
-            f"{label:28} {row['time']:5.2f} x the time, {max(row['memory_MiB']):7.1f} MiB, {max(row['sent_MiB']):8.2f} MiB sent by the rank that "
-            f"sends most, loss within {row['loss_deviation']:.1e}"
+            f"{label:32} {row['time']:5.2f} x the time of {against}, {max(row['memory_MiB']):7.1f} MiB, {max(row['sent_MiB']):8.2f} MiB sent by "
+            f"the rank that sends most, loss within {row['loss_deviation']:.1e}"
         )
     if args.json is not None:
         sizes = {"hidden": HIDDEN, "layers": LAYERS, "vocabulary": VOCABULARY, "micro_batches": MICRO_BATCHES, "cores": os.cpu_count()}

@@ -1,5 +1,5 @@
 # Sourced by the finetune_*.sh of every example, which set EXAMPLE (their folder), MODEL, HF_DIR, TP, PP, GRAD_ACC_STEP, DEVICES_PER_NODE and
-# NNODES; the environment may override any of them but EXAMPLE.
+# NNODES; the environment may override any of them but EXAMPLE, and give CP (ranks that share the tokens of a sample).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,22 +8,23 @@ NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 MBS=${MBS:-1}
+CP=${CP:-1}
 DATA=${DATA:-$EXAMPLE/data.json}
 TOOLS=${TOOLS:-$EXAMPLE/tools.json}
 LOAD=${LOAD:-$HF_DIR}
 SAVE=${SAVE:-save_dir}
 
 WORLD_SIZE=$((DEVICES_PER_NODE * NNODES))
-if ((WORLD_SIZE % (TP * PP))); then
-    echo "$WORLD_SIZE devices cannot be split into TP $TP x PP $PP; change DEVICES_PER_NODE, NNODES, TP or PP" >&2
+if ((WORLD_SIZE % (TP * CP * PP))); then
+    echo "$WORLD_SIZE devices cannot be split into TP $TP x CP $CP x PP $PP; change DEVICES_PER_NODE, NNODES, TP, CP or PP" >&2
     exit 2
 fi
-DP=$((WORLD_SIZE / (TP * PP)))
+DP=$((WORLD_SIZE / (TP * CP * PP)))
 GBS=$((MBS * GRAD_ACC_STEP * DP))
 
 ARGS=(
     --mm-model "$MODEL" --mm-data "$DATA" --mm-tool "$TOOLS"
-    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --pipeline-model-parallel-size "$PP"
     --micro-batch-size "$MBS" --global-batch-size "$GBS" --seq-length 1024
     --train-iters 10000 --lr 1.0e-5 --lr-decay-style cosine --lr-warmup-fraction 0.1
     --weight-decay 0 --clip-grad 0.0 --adam-beta1 0.9 --adam-beta2 0.999

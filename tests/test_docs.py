@@ -53,10 +53,19 @@ def test_the_tables_of_the_fsdp2_backend_are_those_of_its_schema() -> None:
         assert (ROOT / name).is_file(), name
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_files_that_documents_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\b((?:tests|tangram|examples|bench|docs)/[\w./-]+\w)", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists() or name == "tangram/cli/NAME.py", f"{page.name} names {name}"
 
 
 def test_every_document_can_be_reached_from_the_readme() -> None:

@@ -48,6 +48,8 @@ class Split(Section):
     llm_pp_layers: LayerList | None = None
     """Text layers per stage. None: evenly, the last stages getting what is left over."""
     distributed_optimizer: bool = False
+    balance: bool = False
+    """Copies deal out their pictures and videos among them."""
 
     @property
     def backend(self) -> Literal["megatron"]:
@@ -77,6 +79,7 @@ class Split(Section):
                 "expert_model_parallel_size": self.expert,
                 "moe_token_dispatcher_type": self.dispatcher,
                 "use_distributed_optimizer": self.distributed_optimizer,
+                "encoder_dp_balance": self.balance,
             },
             "the split",
         )
@@ -104,6 +107,7 @@ class Split(Section):
             sequence_parallel=self.sequence_parallel,
             context=self.context,
             ring=self.parallel.context_parallel_ring,
+            vision_balance=self.balance,
         )
         if (topology.virtual, topology.pipeline) != (self.virtual, self.pipeline):
             raise ConfigError(
@@ -118,6 +122,7 @@ class Split(Section):
         parts += [f"CP{self.context} {self.context_algo}"] if self.context > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
         parts += [f"EP{self.expert}"] if self.expert > 1 else []
+        parts += ["balanced"] if self.balance else []
         parts += [self.dispatcher] if self.dispatcher is not None else []
         parts += [f"text {self.llm_pp_layers}"] if self.llm_pp_layers is not None else []
         parts += [f"vision {self.vit_pp_layers}"] if self.vit_pp_layers is not None else []

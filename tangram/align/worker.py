@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
             continue
         try:
             run_task(task, rank)
+            # The engine refers to itself, and holds groups with several threads each; after a dozen tasks these would be hundreds.
+            gc.collect()
         except Exception as error:
             traceback.print_exc()
             fault = {"mendable": isinstance(error, TangramError), "kind": type(error).__name__, "message": " ".join(str(error).split())}

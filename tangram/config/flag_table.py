@@ -70,6 +70,7 @@ WORKS: dict[str, Works] = {
     "--moe-token-dispatcher-type": Works(
         "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
     ),
+    "--encoder-dp-balance": Works("parallel.encoder_dp_balance", const=True, says="needs the whole vision encoder on one stage"),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),
     "--overlap-grad-reduce": Works("parallel.overlap_grad_reduce", const=True),
     "--overlap-param-gather": Works("parallel.overlap_param_gather", const=True),
@@ -184,7 +185,6 @@ REFUSED: dict[str, Refused] = {
     "--log-throughput": Refused("its figure is wrong for pictures of many sizes; use --log-tps"),
     "--calculate-square-loss": Refused(_LATER),
     "--calculate-token-loss": Refused("write --calculate-per-token-loss"),
-    "--encoder-dp-balance": Refused(_LATER),
     "--hetero-parallel": Refused(_LATER),
     "--enable-dummy-optimizer": Refused("stages whose weights are all frozen need no flag; remove it"),
     "--weight-decay-exclude-modules": Refused(_LATER),

@@ -39,6 +39,8 @@ class ParallelConfig(Section):
     """Ranks over which the experts of a layer are divided; they are data-parallel ranks for all else."""
     moe_token_dispatcher_type: TokenDispatcher | None = None
     """None: what model.json says."""
+    encoder_dp_balance: bool = False
+    """Deal out the pictures and videos of all data-parallel ranks' micro-batches over them by patches, so that vision encoders have equal work."""
     use_distributed_optimizer: bool = False
     """ZeRO-1: optimizer state sharded over data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -312,6 +314,7 @@ class RunConfig(Section):
             sequence_parallel=self.parallel.sequence_parallel,
             context=self.parallel.context_parallel_size,
             ring=self.parallel.context_parallel_ring,
+            vision_balance=self.parallel.encoder_dp_balance,
         )
 
     def _experts(self, model: ModelConfig) -> dict[str, object]:

@@ -56,10 +56,10 @@ class MediaShare:
         """What the tower runs on here: a blank picture where there is nothing else, so that collectives match over ranks and micro-batches."""
         return [self.grids[number] for number in self.own] or [self.section.blank_grid]
 
-    def own_pixels(self, pixels: Sequence[Tensor], device: torch.device) -> Tensor:
+    def own_pixels(self, pixels: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Of the patches of all media [n, patch_width] those of this rank's."""
         if not self.own:
-            return torch.zeros(prod(self.section.blank_grid), self.section.patch_width, device=device)
+            return torch.zeros(prod(self.section.blank_grid), self.section.patch_width, dtype=dtype, device=device)
         parts = torch.cat(list(pixels)).split([prod(grid) for grid in self.grids])
         return torch.cat([parts[number] for number in self.own])
 

@@ -20,6 +20,7 @@ from tangram.models.config import BuildOptions, get_model_config
 from tangram.models.context import installed
 from tangram.models.experts import routing_of
 from tangram.models.media import media_places, own_rows, put_rows
+from tangram.models.media_balance import BalancedMedia
 from tangram.models.media_share import MediaShare
 from tangram.models.payload import activation_shapes, pack, pending_features, unpack
 from tangram.models.regions import collect, collect_context, divide, split_of, spread_over_context
@@ -228,10 +229,13 @@ class VLMModel(MegatronModule):
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """Run the vision path on all images, then all videos, of which context ranks have some each; see ``ImageEncoder.forward``."""
         assert self.image_encoder is not None
-        share = MediaShare(self.image_encoder.section.vision_encoder, grids, self.context)
+        section = self.image_encoder.section.vision_encoder
+        share: MediaShare | BalancedMedia = MediaShare(section, grids, self.context)
+        if self.topology.vision_balance:
+            share = BalancedMedia(section, grids, parallel_state.get_data_parallel_group(True), self.topology.context, device)
         if self.chunk.vision_first:
             assert pixels or not grids, f"grids of {len(grids)} images and videos without their pixels"
-            hidden = share.own_pixels(pixels, device)
+            hidden = share.own_pixels(pixels, self.config.params_dtype, device)
         assert hidden is not None
         hidden, features = self.image_encoder(hidden, share.own_grids)
         return share.collect(hidden) if self.chunk.vision_last else hidden, [share.collect(rows) for rows in features]

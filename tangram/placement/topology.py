@@ -81,11 +81,12 @@ class Topology:
         sequence_parallel: tensor-parallel ranks divide activations along the sequence between their layers' linears. It moves no weight.
         context: context-parallel size: ranks that hold the same weights and share the tokens of a micro-batch.
         ring: how many of them attend in a ring; see ``tangram.models.sequence.SequenceSplit``.
+        vision_balance: data-parallel ranks deal out their pictures and videos among them; see ``tangram.models.media_balance``.
 
     Raises:
         ConfigError: sizes below 1, a tensor-parallel size that is no multiple of the other, sequence parallelism without tensor
             parallelism, grids of different shape, the text decoder empty, a stage of vision layers after the first text layer, a gap inside
-            a component, or a pipeline rank that holds no layer at all.
+            a component, a pipeline rank that holds no layer at all, or balance of a vision encoder that is cut over stages.
     """
 
     tensor: int = 1
@@ -96,6 +97,7 @@ class Topology:
     sequence_parallel: bool = False
     context: int = 1
     ring: int = 1
+    vision_balance: bool = False
     _chunks: tuple[Chunk, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
@@ -152,6 +154,7 @@ class Topology:
         sequence_parallel: bool = False,
         context: int = 1,
         ring: int = 1,
+        vision_balance: bool = False,
     ) -> Topology:
         """Build a topology from layer lists as users write them, and check them against the model.
 
@@ -184,6 +187,7 @@ class Topology:
             sequence_parallel=sequence_parallel,
             context=context,
             ring=ring,
+            vision_balance=vision_balance,
         )
 
     def __post_init__(self) -> None:
@@ -205,6 +209,8 @@ class Topology:
             raise ConfigError(f"llm_pp_layers {_show(self.text)} holds no layer")
         object.__setattr__(self, "_chunks", tuple(self._lay_out()))
         self._check_order()
+        if self.vision_balance:
+            self._check_balance()
 
     def _lay_out(self) -> Iterator[Chunk]:
         vision_done = text_done = 0
@@ -236,6 +242,14 @@ class Topology:
             raise ConfigError(
                 f"{lists}: the text decoder starts on stage {first_text} but the vision encoder ends on stage {last_vision} (stages counted "
                 "in order of execution); the vision encoder must end no later than where the text decoder starts"
+            )
+
+    def _check_balance(self) -> None:
+        held = [chunk.position for chunk in self.order if chunk.has_vision]
+        if len(held) != 1:
+            raise ConfigError(
+                f"encoder_dp_balance needs the whole vision encoder on one stage, and {len(held)} hold some of it (vit_pp_layers "
+                f"{_show(self.vision)}); put all its layers on one, or leave encoder_dp_balance out"
             )
 
     def chunk(self, pp_rank: int, vp_rank: int = 0) -> Chunk:

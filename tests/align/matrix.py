@@ -35,6 +35,8 @@ SPLITS = {
     "CP4, hybrid": Split(context=4, context_algo="hybrid", ulysses=2),
     "TP2 x SP x PP2 x CP2, ring": Split(tensor=2, sequence_parallel=True, pipeline=2, context=2, context_algo="ring"),
     "DP2, distributed optimizer": Split(data=2, distributed_optimizer=True),
+    "DP2 x PP2, vision balanced": Split(data=2, pipeline=2, balance=True, llm_pp_layers=[0, 4]),
+    "DP2 x CP2, vision balanced": Split(data=2, context=2, balance=True),
     "EP2": Split(data=2, expert=2),
     "EP2, all-gather": Split(data=2, expert=2, dispatcher="allgather"),
     "TP2 x SP x EP2": Split(tensor=2, sequence_parallel=True, data=2, expert=2),

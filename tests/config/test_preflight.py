@@ -295,8 +295,8 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(script: str, tmp_path: Path) -> None:
+def check_script(script: str, tmp_path: Path, **variables: str) -> str:
+    """What ``tangram check`` prints for a launch script on a machine without downloads."""
     code = (
         "import argparse, sys\nfrom tangram.cli.check import add_parser, run\n"
         "top = argparse.ArgumentParser()\nadd_parser(top.add_subparsers())\nsys.exit(run(top.parse_args()))\n"
@@ -306,10 +306,23 @@ def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(script
     fake.chmod(0o755)
     root = EXAMPLES.parents[1]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root), "CHECK_ONLY": "1", "COLUMNS": "500"}
-    done = subprocess.run(["bash", str(EXAMPLES.parent / script)], env=environment, capture_output=True, text=True, timeout=250, check=False)
+    command = ["bash", str(EXAMPLES.parent / script)]
+    done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2, done.stderr
     wrong = {line.split("wrong")[0].strip() for line in done.stdout.splitlines() if "wrong" in line}
     assert wrong == {"weights", "tokenizer", "samples"}, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_launch_scripts_pass_their_own_checks_up_to_the_missing_downloads(script: str, tmp_path: Path) -> None:
+    check_script(script, tmp_path)
+
+
+def test_a_launch_script_counts_context_parallel_ranks_when_it_makes_the_global_batch(tmp_path: Path) -> None:
+    said = check_script("qwen2.5vl/finetune_7b.sh", tmp_path, CP="2")
+    assert "8 processes = TP 1 x CP 2 x PP 2 x DP 2" in said
+    assert "96 samples = 1 x DP 2 x 48 micro-batches" in said
 
 
 def test_checking_imports_nothing_that_takes_long(files: Files) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from tangram.config.parsing import read_mapping
 from tangram.families.base import get_family
 from tangram.models.media_share import MediaShare, deal
 from tests.conftest import TinyHF
+from tests.ranks import on_ranks
 
 
 def test_the_largest_go_first_to_the_rank_that_has_least() -> None:
@@ -24,7 +27,17 @@ def test_without_context_ranks_one_has_all_and_without_media_a_blank_picture(tin
     share = MediaShare(section, [(1, 4, 4), (2, 2, 4)])
     pixels = torch.randn(32, section.patch_width)
     assert share.own_grids == [(1, 4, 4), (2, 2, 4)]
-    assert torch.equal(share.own_pixels([pixels[:16], pixels[16:]], torch.device("cpu")), pixels)
+    assert torch.equal(share.own_pixels([pixels[:16], pixels[16:]], torch.float32, torch.device("cpu")), pixels)
     none = MediaShare(section, [])
     assert none.own_grids == [(1, 2, 2)]
-    assert none.own_pixels([], torch.device("cpu")).shape == (4, section.patch_width)
+    assert none.own_pixels([], torch.float32, torch.device("cpu")).shape == (4, section.patch_width)
+
+
+def test_ranks_without_pictures_encode_those_of_others_and_give_them_back_in_order(tiny_hf: TinyHF) -> None:
+    """Rank 0 has pictures of 64, 4, 32 and 32 patches, rank 1 none: 68 patches for one, 64 for the other, where 132 and a blank one were."""
+    found = on_ranks(2, Path(__file__).with_name("cases_media.py"), "balanced", str(tiny_hf("qwen2_5_vl", hidden=32) / "config.json"))
+    (first, of_first, rows, gradient), (second, of_second, none, other) = found
+    assert (first, of_first, second, of_second) == (68, [0, 1], 64, [2, 3])
+    assert rows == [*range(0, 64, 4), 100, *range(200, 232, 4), *range(300, 332, 4)]
+    assert none == [0], "a blank picture's row"
+    assert gradient == [1, 0, 0, 0] * 17 and other == [1, 0, 0, 0] * 16, "of rank 0's loss, on both"

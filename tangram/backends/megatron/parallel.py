@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,7 +84,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
     device = current().use(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     join_processes(parallel.distributed_backend or current().communication_backend, timeout)
-    parallel_state.destroy_model_parallel()
+    _end_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
@@ -124,12 +125,22 @@ def embedding_ranks(topology: Topology, pipeline_ranks: list[int]) -> list[int]:
     return [pipeline_ranks[stage] for stage in dict.fromkeys(stages)]
 
 
-def shutdown() -> None:
-    """Leave the process group."""
+def _end_groups() -> None:
+    """End the groups of an earlier call. Each has threads of its own, and there are some twenty: a process that builds many engines would drown."""
     from megatron.core import parallel_state
 
+    held = [value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)]
     parallel_state.destroy_model_parallel()
     install(None)
+    for group in {id(group): group for group in held if group is not dist.group.WORLD}.values():
+        dist.destroy_process_group(group)
+    if held:
+        gc.collect()  # engines of before refer to themselves, and to their groups
+
+
+def shutdown() -> None:
+    """Leave the process group."""
+    _end_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
