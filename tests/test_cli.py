@@ -93,6 +93,7 @@ def test_overrides_may_stand_behind_options() -> None:
         ("--lr", "0", "--lr 0.0 must be a number above 0"),
         ("--rows", "-1", "--rows -1 must be at least 0"),
         ("--steps", "0", "--steps 0 must be at least 1"),
+        ("--cp-algo", "ring", "--cp-algo ring has no effect without context-parallel ranks; give --cp of 2 or more, or leave it out"),
     ],
 )
 def test_numbers_that_align_cannot_use_are_refused_first(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
