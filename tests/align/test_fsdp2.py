@@ -14,9 +14,7 @@ from tangram.align.batch import micro_batches, write_batch
 from tangram.align.observation import read_observation
 from tangram.align.run import Outcome, align, open_subject, prepare_batch
 from tangram.align.sharded import Sharded
-from tangram.align.task import Split
 from tangram.cli.main import main
-from tangram.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("forked")
 SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}
