@@ -16,4 +16,5 @@ CASES = Path(__file__).with_name("cases_context.py")
 def test_ulysses_ring_and_both_are_attention_over_the_whole(ranks: int, rings: list[int]) -> None:
     for errors in on_ranks(ranks, CASES, "attend", rings):
         assert len(errors) == 8 * len(rings)
-        assert max(errors.values()) < 1e-12, {name: error for name, error in errors.items() if not error < 1e-12}
+        wrong = {name: error for name, error in errors.items() if not error < 1e-12}  # so that NaN is wrong too
+        assert not wrong
