@@ -13,15 +13,17 @@ from tangram.families.base import get_family
 from tangram.families.tiny import TinySpec
 
 SPLITS = {
-    "one process": Split(),
-    "tensor": Split(tensor=2),
-    "two features cross to the second stage": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
-    "virtual stages": Split(pipeline=2, virtual=2, vit_pp_layers=[[3, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 2]]),
-    "three uneven stages": Split(pipeline=3, vit_pp_layers=[2, 2, 0], llm_pp_layers=[0, 1, 3]),
-    "text from the third stage": Split(pipeline=4, vit_pp_layers=[1, 3, 0, 0], llm_pp_layers=[0, 0, 1, 3]),
-    "features over four stages": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 1, 1, 2]),
+    False: {
+        "three uneven stages": Split(pipeline=3, vit_pp_layers=[2, 2, 0], llm_pp_layers=[0, 1, 3]),
+        "features over four stages": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 1, 1, 2]),
+    },
+    True: {
+        "two features cross to the second stage": Split(tensor=2, pipeline=2, llm_pp_layers=[1, 3]),
+        "virtual stages": Split(pipeline=2, virtual=2, vit_pp_layers=[[3, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 2]]),
+        "text from the third stage": Split(pipeline=4, vit_pp_layers=[1, 3, 0, 0], llm_pp_layers=[0, 0, 1, 3]),
+    },
 }
-TIED = ["two features cross to the second stage", "virtual stages", "text from the third stage"]
+"""Of models with and without tied embeddings, beside those of ``tests.align.matrix``."""
 SPEC = TinySpec(hidden=32, vocab=515, weight_std=0.1, deepstack=(0, 1, 3))
 """Three features, two of them from the tower's first half, and the last from its last block."""
 
@@ -33,10 +35,9 @@ SPEC = TinySpec(hidden=32, vocab=515, weight_std=0.1, deepstack=(0, 1, 3))
 def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(tied: bool, tmp_path: Path):
     """Micro-batches of one row each: images, a video, and text alone."""
     get_family("qwen3_vl").tiny(tmp_path / "hf", 0, tied, SPEC)
-    chosen = TIED if tied else list(SPLITS)
-    outcomes = align(tmp_path / "hf", [SPLITS[name] for name in chosen], micro_batch_size=1)
+    outcomes = align(tmp_path / "hf", list(SPLITS[tied].values()), micro_batch_size=1)
     names = set(load_reference(tmp_path / "hf").state_dict()) - ({"lm_head.weight"} if tied else set())
-    for name, outcome in zip(chosen, outcomes, strict=True):
+    for name, outcome in zip(SPLITS[tied], outcomes, strict=True):
         assert outcome.report.passed, f"{name}: {outcome.report.failures}"
         assert outcome.report.tolerance == 1e-5
         compared = {row.name: row for row in outcome.report.rows if row.kind == "gradient"}

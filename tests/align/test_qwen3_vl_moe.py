@@ -14,10 +14,7 @@ from tangram.families.base import get_family
 from tangram.families.tiny import TinySpec
 
 SPLITS = {
-    "one process": Split(),
-    "experts over two copies, allgather": Split(data=2, expert=2, dispatcher="allgather"),
     "experts over two of four copies, sharded optimizer": Split(data=4, expert=2, distributed_optimizer=True),
-    "tensor-parallel experts": Split(tensor=2, sequence_parallel=True, data=2, expert=2),
     "virtual stages": Split(pipeline=2, virtual=2, data=2, expert=2, vit_pp_layers=[[1, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 1]]),
 }
 SPEC = TinySpec(hidden=32, vocab=515, weight_std=0.1, text_layers=3, vision_layers=2, deepstack=(0, 1), experts=4)
