@@ -69,8 +69,11 @@ def test_loss_logits_and_every_gradient_match(one_process: None, family: str, ti
     real = batch["attention_mask"].bool()
     assert relative(logits[real], reference.logits[real]) < 1e-5
     gradients = canonical_gradients(built, placement, hf)
-    assert {name for name, gradient in gradients.items() if not gradient.any()} == set()
-    worst = max((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
+    # What the last text layer gets of DeepStack reaches no label: nothing attends to it any more.
+    unused = {name for name, parameter in hf.named_parameters() if not parameter.grad.any()}
+    assert {name for name, gradient in gradients.items() if not gradient.any()} == unused
+    assert not unused or family == "qwen3_vl"
+    worst = max((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters() if name not in unused)
     assert worst[0] < 1e-5, worst
 
 
