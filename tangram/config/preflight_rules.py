@@ -295,6 +295,8 @@ def notes(subject: Subject) -> list[str]:
         )
     if run.parallel.use_distributed_optimizer and subject.data_parallel == 1 == run.parallel.context_parallel_size:
         found.append("use_distributed_optimizer saves nothing with data-parallel size 1")
+    if run.parallel.encoder_dp_balance and subject.data_parallel == 1 == run.parallel.context_parallel_size:
+        found.append("encoder_dp_balance has nothing to deal out with data-parallel size 1")
     if run.parallel.context_parallel_size == 1 and run.parallel.context_parallel_algo != "ulysses_cp_algo":
         found.append(f"context_parallel_algo {run.parallel.context_parallel_algo} has no effect with context_parallel_size 1")
     for pp_rank in range(topology.pipeline):

@@ -275,6 +275,9 @@ def test_notes(files: Files) -> None:
     ]
     ring = report(files, *PP2, "--context-parallel-algo", "megatron_cp_algo", world=2).notes
     assert "context_parallel_algo megatron_cp_algo has no effect with context_parallel_size 1" in ring
+    balanced = report(files, *PP2, "--encoder-dp-balance", world=2).notes
+    assert "encoder_dp_balance has nothing to deal out with data-parallel size 1" in balanced
+    assert "encoder_dp_balance" not in "".join(report(files, *PP2, "--encoder-dp-balance", world=4).notes)
 
 
 def test_the_first_error_is_raised_and_the_others_counted(files: Files) -> None:
