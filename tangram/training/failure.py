@@ -84,7 +84,8 @@ class SharedFailure:
                 self._meet()
             assert self._store is not None
             while not self._over.wait(POLL_SECONDS):
-                if self._store.check([self._key]):
+                # Asked after the key: whoever adds it has ended its own watch before, and is not to be taken for another rank.
+                if self._store.check([self._key]) and not self._over.is_set():
                     time.sleep(LEAVE_SECONDS)
                     os._exit(FAILED)
         except (dist.DistError, ConfigError):

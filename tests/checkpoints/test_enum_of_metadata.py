@@ -19,6 +19,6 @@ def load(data: bytes) -> object:
 def test_a_member_of_an_enum_is_read_and_no_other_attribute() -> None:
     enum = b"(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
     assert load(HEAD + enum + b"S'TORCH_CONTIGUOUS_FORMAT'\ntR.").name == "TORCH_CONTIGUOUS_FORMAT"  # type: ignore[attr-defined]
-    for attack in (enum + b"S'__class__'\ntR.", b"(cpathlib\nPath\nS'unlink'\ntR."):
-        with pytest.raises(pickle.UnpicklingError, match="refused"):
+    for attack, name in ((enum + b"S'__class__'\ntR.", "__class__"), (b"(cpathlib\nPath\nS'unlink'\ntR.", "unlink")):
+        with pytest.raises(pickle.UnpicklingError, match=f"refers to attribute '{name}'"):
             load(HEAD + attack)
