@@ -38,7 +38,7 @@ class SharedFailure:
     def __init__(self) -> None:
         self._key = f"tangram/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._over, self._met = threading.Event(), threading.Event()
-        self._store: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
 
     def __enter__(self) -> SharedFailure:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -27,8 +27,8 @@ def test_a_key_of_its_own_does_not_end_the_process_before_it_has_said_what_faile
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(failure, "LEAVE_SECONDS", 0.0)
     watched = failure.SharedFailure()
-    watched._store, watched._over = dist.HashStore(), LooksOnce()
-    watched._store.add(watched._key, 1)
+    watched._store, watched._over = (store := dist.HashStore()), LooksOnce()
+    store.add(watched._key, 1)
     if own:
         watched._over.set()
     watched._watch()
