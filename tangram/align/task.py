@@ -14,6 +14,7 @@ from tangram.config.experts import check_experts
 from tangram.config.model import LayerList, ModelConfig, TokenDispatcher
 from tangram.config.parsing import Section, parse_section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
+from tangram.config.vision_tensor import check_vision_tensor
 from tangram.errors import ConfigError
 from tangram.families.base import get_family
 from tangram.families.plugins import load_plugins
@@ -28,6 +29,8 @@ class Split(Section):
     """How the model is divided over processes on the megatron backend."""
 
     tensor: int = Field(default=1, ge=1)
+    vision_tensor: int | None = Field(default=None, ge=1)
+    """Of the vision encoder. None: ``tensor``."""
     pipeline: int = Field(default=1, ge=1)
     virtual: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
@@ -70,6 +73,7 @@ class Split(Section):
             ParallelConfig,
             {
                 "tensor_model_parallel_size": self.tensor,
+                "vision_tensor_model_parallel_size": self.vision_tensor,
                 "sequence_parallel": self.sequence_parallel,
                 "pipeline_model_parallel_size": self.pipeline,
                 "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
@@ -88,9 +92,10 @@ class Split(Section):
         """The topology, checked against the model.
 
         Raises:
-            ConfigError: as ``Topology.build`` and ``check_experts``, and where a layer list disagrees with ``pipeline`` or ``virtual``, or the copies
-                cannot be divided by ``expert``.
+            ConfigError: as ``Topology.build``, ``check_vision_tensor`` and ``check_experts``, and where a layer list disagrees with ``pipeline`` or
+                ``virtual``, or the copies cannot be divided by ``expert``.
         """
+        check_vision_tensor(model, self.vision_tensor, self.tensor)
         check_experts(model, expert=self.expert, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
         if self.data % self.expert:
             raise ConfigError(f"{self.data} copies of the model cannot be divided into expert-parallel groups of {self.expert}; change --dp or --ep")
@@ -101,6 +106,7 @@ class Split(Section):
             vision_layers=vision,
             text_layers=layers,
             tensor=self.tensor,
+            vision_tensor=self.vision_tensor,
             vit_pp_layers=self.vit_pp_layers,
             llm_pp_layers=text,
             expert=self.expert,
@@ -118,6 +124,7 @@ class Split(Section):
 
     def __str__(self) -> str:
         parts = [f"TP{self.tensor}{' SP' if self.sequence_parallel else ''}", f"PP{self.pipeline}"]
+        parts += [f"vision TP{self.vision_tensor}"] if self.vision_tensor is not None else []
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
         parts += [f"CP{self.context} {self.context_algo}"] if self.context > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []

@@ -31,7 +31,7 @@ On the fsdp2 backend the settings are keys of the run file; blocks, merger and l
 The exit status is 0 if everything lies within the tolerance, else 1.
 """
 MEGATRON_OPTIONS = (
-    *("--tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
+    *("--tp", "--vision-tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
     *("--vit-pp-layers", "--llm-pp-layers"),
 )
 
@@ -47,6 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron", help="what runs the split model (megatron)")
     parser.add_argument("--nproc", type=int, default=None, metavar="N", help="fsdp2: processes (1)")
     parser.add_argument("--tp", type=int, default=None, metavar="N", help="tensor-parallel size (1)")
+    own = "tensor-parallel size of the vision encoder, a divisor of --tp (the same); what is left over are copies that encode pictures of their own"
+    parser.add_argument("--vision-tp", type=int, default=None, metavar="N", help=own)
     parser.add_argument("--sp", action="store_true", default=None, help="sequence parallelism over the tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=None, metavar="N", help="context-parallel size: ranks that share the tokens of a micro-batch (1)")
     parser.add_argument("--cp-algo", choices=("ulysses", "ring", "hybrid"), default=None, help="how they attend (ulysses)")
@@ -169,8 +171,8 @@ def read_split(args: argparse.Namespace) -> Split:
     vision, text = read_layers(args.vit_pp_layers, "--vit-pp-layers"), read_layers(args.llm_pp_layers, "--llm-pp-layers")
     grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
     copies = {"data": args.dp or args.ep or 1, "expert": args.ep or 1}
-    sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
-    for name in ("--tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
+    sizes = {"tensor": args.tp or 1, "vision_tensor": args.vision_tp, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
+    for name in ("--tp", "--vision-tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
         value = getattr(args, name[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")

@@ -56,6 +56,9 @@ WORKS: dict[str, Works] = {
     "--load": Works("model.load", says="weights: a Hugging Face directory, an mp_rank directory or a training checkpoint; absent: random"),
     "--cast-weights": Works("model.cast_weights", const=True, says="change the type of loaded weights to --bf16, --fp16 or fp32"),
     "--tensor-model-parallel-size": Works("parallel.tensor_model_parallel_size", int),
+    "--vision-tensor-model-parallel-size": Works(
+        "parallel.vision_tensor_model_parallel_size", int, says="of the vision encoder, a divisor of the size above; absent: the same"
+    ),
     "--pipeline-model-parallel-size": Works("parallel.pipeline_model_parallel_size", int),
     "--sequence-parallel": Works("parallel.sequence_parallel", const=True, says="needs --tensor-model-parallel-size of 2 or more"),
     "--virtual-pipeline-model-parallel-size": Works(

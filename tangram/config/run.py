@@ -12,6 +12,7 @@ from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.model import ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
+from tangram.config.vision_tensor import check_vision_tensor
 from tangram.errors import ConfigError
 from tangram.placement.table import padded_vocabulary
 from tangram.placement.topology import LayerGrid, Topology, layer_grid
@@ -21,6 +22,9 @@ class ParallelConfig(Section):
     """Sizes of the parallel axes. The data-parallel size is the world size divided by the others."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
+    vision_tensor_model_parallel_size: int | None = Field(default=None, ge=1)
+    """Of the vision encoder and the projector: a divisor of ``tensor_model_parallel_size``. The tensor-parallel ranks then hold several copies of
+    them, which encode pictures of their own. None: ``tensor_model_parallel_size``."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
     sequence_parallel: bool = False
@@ -281,8 +285,8 @@ class RunConfig(Section):
         """The split that ``parallel`` and the model's ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build`` and ``check_experts``; the lists given in two places differ; or they do not have the pipeline sizes of
-                ``parallel``.
+            ConfigError: as ``Topology.build``, ``check_vision_tensor`` and ``check_experts``; the lists given in two places differ; or they do not
+                have the pipeline sizes of ``parallel``.
         """
         encoder = self.described.image_encoder
         vision = encoder.vision_encoder if encoder else None
@@ -298,6 +302,7 @@ class RunConfig(Section):
         for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
             if layers is not None:
                 _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
+        check_vision_tensor(self.described, self.parallel.vision_tensor_model_parallel_size, self.parallel.tensor_model_parallel_size)
         check_experts(
             self.described,
             expert=self.parallel.expert_model_parallel_size,
@@ -311,6 +316,7 @@ class RunConfig(Section):
             vit_pp_layers=self.vit_layers,
             llm_pp_layers=self.llm_layers,
             expert=self.parallel.expert_model_parallel_size,
+            vision_tensor=self.parallel.vision_tensor_model_parallel_size,
             sequence_parallel=self.parallel.sequence_parallel,
             context=self.parallel.context_parallel_size,
             ring=self.parallel.context_parallel_ring,

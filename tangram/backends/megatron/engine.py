@@ -115,7 +115,7 @@ class MegatronEngine:
             module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
             placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk, self.ranks.expert_parallel_rank)
             parameters = dict(module.named_parameters())
-            mark_parallel(parameters, placement, self.topology.expert > 1, sequence_parallel=self.topology.sequence_parallel)
+            mark_parallel(parameters, placement, self.topology)
             self.chunks.append(LocalChunk(chunk, placement, parameters))
             modules.append(module)
         return modules
@@ -165,22 +165,37 @@ class MegatronEngine:
 
         from tangram.backends.megatron.communicator import PipelineCommunicator
         from tangram.backends.megatron.gradients import make_finalizer
+        from tangram.models.vision_groups import installed_copies
 
         virtual = self.topology.virtual if self.topology.virtual > 1 else None
         no_sync = [model.no_sync for model in self.models]
+        finalize = make_finalizer(self.models, first, last, self._copied_parameters(), installed_copies(self.topology))
         for model in self.models:
             config = model.config
             config.pipeline_model_parallel_size = self.topology.pipeline
             config.microbatch_group_size_per_vp_stage = self.topology.pipeline
             config.pipeline_dtype = self.dtype
             config.deallocate_pipeline_outputs = True
-            config.finalize_model_grads_func = make_finalizer(self.models, first, last)
+            config.finalize_model_grads_func = finalize
             config.grad_scale_func = self.optimizer.scale_loss if self.dtype == torch.float16 else None
             if self.run.parallel.overlap_grad_reduce:
                 config.no_sync_func = no_sync if virtual else no_sync[0]
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._communicator = PipelineCommunicator(self.ranks, self.models[0].config, self.topology, self.model)
         self._schedule = get_forward_backward_func(self.topology.pipeline, virtual)
+
+    def _copied_parameters(self) -> list[nn.Parameter]:
+        """Those of the vision encoder's copies whose gradients megatron-core does not sum over tensor-parallel ranks anyway."""
+        if self.topology.vision_copies == 1:
+            return []
+        return [
+            parameter
+            for local in self.chunks
+            for name, parameter in local.parameters.items()
+            if local.placement.tensors[name].rule.component == "vision"
+            and parameter.requires_grad
+            and not getattr(parameter, "sequence_parallel", False)
+        ]
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Run this rank's micro-batches of one global batch; gradients are final and unclipped afterwards.
