@@ -160,6 +160,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 _STRUCTURE = "the model's structure comes from model.json; set it there"
 _DATA = "samples come from data.json; set it there"
 _LATER = "not supported yet; remove it"
+_STAGES = "the encoder's stages are the numbers above 0 in vision_encoder.pipeline_num_layers"
 _NPU = "a setting of one device's kernels; remove it"
 
 REFUSED: dict[str, Refused] = {
@@ -188,7 +189,13 @@ REFUSED: dict[str, Refused] = {
     "--log-throughput": Refused("its figure is wrong for pictures of many sizes; use --log-tps"),
     "--calculate-square-loss": Refused(_LATER),
     "--calculate-token-loss": Refused("write --calculate-per-token-loss"),
-    "--hetero-parallel": Refused(_LATER),
+    "--hetero-parallel": Refused(
+        "the encoder's tp is --vision-tensor-model-parallel-size, its pp vision_encoder.pipeline_num_layers, and no ranks are its own; remove it "
+        "(docs/parallelism.md)"
+    ),
+    "--hetero-encoder-mbs-scale": Refused("a micro-batch's pictures are dealt out over the encoder's copies, whatever its size; remove it"),
+    "--encoder-tensor-model-parallel-size": Refused("write --vision-tensor-model-parallel-size"),
+    "--encoder-pipeline-model-parallel-size": Refused(f"{_STAGES}; remove it"),
     "--enable-dummy-optimizer": Refused("stages whose weights are all frozen need no flag; remove it"),
     "--weight-decay-exclude-modules": Refused(_LATER),
     "--lr-scale-modules": Refused(_LATER),

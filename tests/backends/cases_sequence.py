@@ -19,7 +19,6 @@ from tangram.backends.megatron.engine import MegatronEngine
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.load_hf import load_hf
 from tangram.config.run import FeaturesConfig
-from tangram.placement.table import Replicated
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -28,7 +27,7 @@ FIRST = 100
 
 
 def train(file: str) -> dict[str, dict[str, Any]]:
-    """Losses and gradient norms of each task's curve, and digests of this rank's parameters that are copies, by canonical name."""
+    """Losses and gradient norms of each task's curve, and digests of this rank's parameters, by canonical name and place."""
     found = {}
     for task in _tasks(file):
         with _engine(task) as (engine, batch):
@@ -37,7 +36,7 @@ def train(file: str) -> dict[str, dict[str, Any]]:
             for _ in range(task.curve.steps):
                 losses.append(engine.forward_backward(batch).loss)
                 norms.append(engine.step(task.curve.lr).grad_norm)
-            found[task.name] = {"losses": losses, "norms": norms, "digests": _copies(engine)}
+            found[task.name] = {"losses": losses, "norms": norms, "digests": _digests(engine)}
     return found
 
 
@@ -118,12 +117,11 @@ def _engine(task: Task, **features: Any) -> Iterator[tuple[MegatronEngine, list[
     engine.close()
 
 
-def _copies(engine: MegatronEngine) -> dict[str, str]:
+def _digests(engine: MegatronEngine) -> dict[str, str]:
     return {
-        block.canonical: _digest(chunk.parameters[name])
+        f"{block.canonical} {block.canonical_start}": _digest(chunk.parameters[name])
         for chunk in engine.chunks
         for name, tensor in chunk.placement.tensors.items()
-        if isinstance(tensor.rule.layout, Replicated)
         for block in tensor.blocks[:1]
         if block.canonical is not None
     }

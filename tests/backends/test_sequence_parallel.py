@@ -1,4 +1,5 @@
-"""Training with sequence parallelism: as in one process, with copies of parameters that stay copies, and with dropout.
+"""Training with sequence parallelism, and with a vision encoder in copies: as in one process, with copies of parameters that stay copies, and with
+dropout.
 
 That one step is that of transformers is in ``tests/align/test_matrix.py``.
 """
@@ -28,8 +29,13 @@ CASES = Path(__file__).with_name("cases_sequence.py")
 SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}
 DIVIDED = Split(tensor=2, sequence_parallel=True)
 FOUR = Split(tensor=4, sequence_parallel=True)
-BRIEF, STEPS = (Split(tensor=2), FOUR), 20
+COPIES = Split(tensor=2, vision_tensor=1, distributed_optimizer=True)
+FOUR_IN_COPIES = Split(tensor=4, vision_tensor=2, sequence_parallel=True)
+BRIEF, STEPS = (Split(tensor=2), FOUR, FOUR_IN_COPIES), 20
 """Splits that take three steps, and steps of the others."""
+SHARED = {str(DIVIDED): 16, str(Split(tensor=2)): 16, str(FOUR): 16, str(COPIES): 31, str(FOUR_IN_COPIES): 46}
+"""Parameters, or parts of one, that several ranks hold. A layer has 6 that are split, the projector 3: with one copy of the encoder 16 are not; with
+two, 15 more of one part, or 30 of two."""
 
 
 def tasks_of(hf: Path, splits: Sequence[Split], work: Path, **changes: Any) -> TaskList:
@@ -62,7 +68,7 @@ def test_training_is_that_of_one_process_and_copies_stay_bit_equal(tiny_hf: Tiny
     """NVIDIA/Megatron-LM#1446 and #7452: gradients of norms that are not summed over ranks let copies drift; summed twice, or counted on every
     rank, they make the norm too large."""
     hf = tiny_hf("qwen2_5_vl", kv_heads=4, **SMALL)
-    tasks = tasks_of(hf, [Split(), DIVIDED, *BRIEF], tmp_path)
+    tasks = tasks_of(hf, [Split(), DIVIDED, COPIES, *BRIEF], tmp_path)
     ranks = launch(tasks, "train", tmp_path)
     model, batch = load_reference(hf), prepare_batch(open_subject(hf, tmp_path), None)[0]
     expected = loss_curve(model, [batch] * STEPS, 1e-3, (0.9, 0.999), 1e-8, 1.0)
@@ -73,8 +79,12 @@ def test_training_is_that_of_one_process_and_copies_stay_bit_equal(tiny_hf: Tiny
         assert len(found["losses"]) == (3 if task.split in BRIEF else STEPS)
         assert max(map(relative, found["losses"], expected)) < 1e-6, task.name
         assert max(map(relative, found["norms"], norms)) < 1e-5, task.name
-        copies = [rank[task.name]["digests"] for rank in ranks[: task.split.processes]]
-        assert len(copies[0]) == 16 and all(copy == copies[0] for copy in copies), task.name
+        held: dict[str, list[str]] = {}
+        for rank in ranks[: task.split.processes]:
+            for place, digest in rank[task.name]["digests"].items():
+                held.setdefault(place, []).append(digest)
+        assert all(len(set(digests)) == 1 for digests in held.values()), task.name
+        assert sum(len(digests) > 1 for digests in held.values()) == SHARED.get(task.name, 0), task.name
 
 
 def test_it_needs_ranks_to_divide_over() -> None:

@@ -19,7 +19,7 @@ STOP, END = 3, 6
 ZERO = {"use_distributed_optimizer": True}
 SAVED = {
     "TP2 x PP2, distributed optimizer": (split(2, [4, 0], [1, 3], **ZERO), 4),
-    "TP2 x DP2, distributed optimizer": (split(2, **ZERO), 4),
+    "TP2, vision TP1, x DP2, distributed optimizer": (split(2, vision_tensor_model_parallel_size=1, **ZERO), 4),
 }
 RESUMED = {
     "one process": (split(), 1),
