@@ -32,7 +32,7 @@ def make_finalizer(
     def finalize(model: object, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         finalize_model_grads(ordered, num_tokens, **kwargs)
         # In place: with the distributed optimizer all copies hold the same part of a sum over data-parallel ranks.
-        for work in [dist.all_reduce(parameter.main_grad, group=copies, async_op=True) for parameter in copied]:  # type: ignore[arg-type]
+        for work in [dist.all_reduce(parameter.main_grad, group=copies, async_op=True) for parameter in copied]:  # type: ignore[attr-defined]
             work.wait()
         if first is not None and last is not None and first.requires_grad:
             first.main_grad += last.main_grad  # type: ignore[attr-defined]
