@@ -70,6 +70,9 @@ WORKS: dict[str, Works] = {
     "--moe-token-dispatcher-type": Works(
         "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
     ),
+    "--moe-grouped-gemm": Works(
+        "parallel.moe_grouped_gemm", const=True, says="absent: as model.json says, or where an accelerator has a kernel for it (Megatron: off)"
+    ),
     "--encoder-dp-balance": Works("parallel.encoder_dp_balance", const=True, says="needs the whole vision encoder on one stage"),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),
     "--overlap-grad-reduce": Works("parallel.overlap_grad_reduce", const=True),

@@ -11,6 +11,7 @@ from functools import cached_property
 from importlib.util import find_spec
 
 from tangram.config.context import check_context
+from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -148,13 +149,21 @@ def world_size(subject: Subject) -> str:
     return f"{subject.world_size} processes = TP {tensor}{shared} x PP {pipeline} x DP {subject.data_parallel}{divided}"
 
 
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
 def experts(subject: Subject) -> str:
-    """``check_experts`` has passed, or there would be no split."""
+    """``check_experts`` has passed, or there would be no split.
+
+    Raises:
+        ConfigError: as ``runs_grouped``.
+    """
     text = subject.text
     if not isinstance(text, ExpertKeys):
         return "none"
+    how = "in one product" if runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[subject.run.training.dtype]) else "one after the other"
     share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
-    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token{share if subject.expert > 1 else ''}"
+    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token, {how}{share if subject.expert > 1 else ''}"
 
 
 def batch(subject: Subject) -> str:

@@ -39,6 +39,8 @@ class ParallelConfig(Section):
     """Ranks over which the experts of a layer are divided; they are data-parallel ranks for all else."""
     moe_token_dispatcher_type: TokenDispatcher | None = None
     """None: what model.json says."""
+    moe_grouped_gemm: bool | None = None
+    """Run the experts of a rank as one grouped product; None: what model.json says."""
     encoder_dp_balance: bool = False
     """Deal out the pictures and videos of all data-parallel ranks' micro-batches over them by patches, so that vision encoders have equal work."""
     use_distributed_optimizer: bool = False
@@ -319,18 +321,18 @@ class RunConfig(Section):
 
     def _experts(self, model: ModelConfig) -> dict[str, object]:
         """What ``parallel`` sets of the text decoder's experts."""
-        dispatcher = self.parallel.moe_token_dispatcher_type
-        if dispatcher is None:
-            return {}
-        if not isinstance(model.text_decoder, ExpertKeys):
-            raise ConfigError(f"parallel.moe_token_dispatcher_type {dispatcher}: the model {model.model_id} has no experts; leave it out")
-        return {"moe_token_dispatcher_type": dispatcher}
+        given = {key: getattr(self.parallel, key) for key in ("moe_token_dispatcher_type", "moe_grouped_gemm")}
+        given = {key: value for key, value in given.items() if value is not None}
+        if given and not isinstance(model.text_decoder, ExpertKeys):
+            listed = ", ".join(f"parallel.{key} {value}" for key, value in given.items())
+            raise ConfigError(f"{listed}: the model {model.model_id} has no experts; leave it out")
+        return given
 
     def assembled_model(self) -> ModelConfig:
         """The model config with what ``features`` sets put into its components, and ``parallel`` into its experts.
 
         Raises:
-            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets a dispatcher for experts that it has
+            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets how experts run that it has
                 not.
         """
         features, model = self.features, self.described
