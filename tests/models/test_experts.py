@@ -54,7 +54,12 @@ IDLE: dict[str, dict[str, Any]] = {
     "idle, grouped, two": {"parallel": TWO | GROUPED | ALL_GATHER, "token": 7},
 }
 """All tokens are the same, so the same two of four experts get them, and two ranks of four have nothing to do."""
-CURVES: dict[str, dict[str, Any]] = {"copies": {}, "two": TWO, "four, sharded": FOUR | SHARDED, "two, grouped": TWO | SHARDED | GROUPED | {"overlap_param_gather": True}}
+CURVES: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "two": TWO,
+    "four, sharded": FOUR | SHARDED,
+    "two, grouped": TWO | SHARDED | GROUPED | {"overlap_param_gather": True},
+}
 
 
 @pytest.fixture(scope="module")
