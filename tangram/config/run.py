@@ -36,7 +36,7 @@ class ParallelConfig(Section):
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
     llm_pp_layers: LayerList | None = None
     expert_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks over which the experts of a layer are divided; they are data-parallel ranks for all else."""
+    """Ranks over which the experts of a layer are divided; they are context- and data-parallel ranks for all else."""
     moe_token_dispatcher_type: TokenDispatcher | None = None
     """None: what model.json says."""
     moe_grouped_gemm: bool | None = None
