@@ -69,9 +69,12 @@ WORKS: dict[str, Works] = {
         "parallel.context_parallel_algo", says="ulysses_cp_algo (MindSpeed's default), megatron_cp_algo (ring) or hybrid_cp_algo"
     ),
     "--ulysses-degree-in-cp": Works("parallel.ulysses_degree_in_cp", int, says="hybrid_cp_algo: ranks that share the heads"),
-    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data-parallel ranks over which experts are divided"),
+    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data- and context-parallel ranks over which experts are divided"),
     "--moe-token-dispatcher-type": Works(
         "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
+    ),
+    "--moe-grouped-gemm": Works(
+        "parallel.moe_grouped_gemm", const=True, says="absent: as model.json says, or where an accelerator has a kernel for it (Megatron: off)"
     ),
     "--encoder-dp-balance": Works("parallel.encoder_dp_balance", const=True, says="needs the whole vision encoder on one stage"),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from math import gcd
 
 from tangram.config.context import check_context
+from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -60,8 +62,12 @@ class Subject:
         """Data-parallel size; None where the number of processes is not known or does not divide."""
         if self.world_size is None:
             return None
-        copies, rest = divmod(self.world_size, self.ranks_of_a_batch)
-        return None if rest or copies % self.expert else copies
+        return None if self.world_size % self.process_unit else self.world_size // self.ranks_of_a_batch
+
+    @property
+    def process_unit(self) -> int:
+        """What the number of processes is a multiple of: experts are divided over context- and data-parallel ranks."""
+        return self.ranks_of_a_batch * self.expert // gcd(self.run.parallel.context_parallel_size, self.expert)
 
     @cached_property
     def global_batch(self) -> int | None:
@@ -145,28 +151,36 @@ def vocabulary(subject: Subject) -> str:
 
 def world_size(subject: Subject) -> str:
     tensor, context, pipeline = subject.tensor, subject.run.parallel.context_parallel_size, subject.run.parallel.pipeline_model_parallel_size
-    unit = subject.ranks_of_a_batch * subject.expert
+    unit = subject.process_unit
     if subject.world_size is None:
         return f"a multiple of {unit} processes is needed" if unit > 1 else "any number of processes"
-    experts = f" x expert-parallel {subject.expert}" if subject.expert > 1 else ""
+    experts = f", and their context- and data-parallel ranks by expert-parallel {subject.expert}" if subject.expert > 1 else ""
     if subject.data_parallel is None:
         shared = f" x context-parallel {context}" if context > 1 else ""
         raise ConfigError(
-            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline}{experts} = {unit}; "
-            f"start a multiple of {unit} processes, or lower one of the sizes"
+            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline} = "
+            f"{subject.ranks_of_a_batch}{experts}; start a multiple of {unit} processes, or lower one of the sizes"
         )
     shared = f" x CP {context}" if context > 1 else ""
     divided = f", of which {subject.expert} share the experts" if subject.expert > 1 else ""
     return f"{subject.world_size} processes = TP {tensor}{shared} x PP {pipeline} x DP {subject.data_parallel}{divided}"
 
 
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
 def experts(subject: Subject) -> str:
-    """``check_experts`` has passed, or there would be no split."""
+    """``check_experts`` has passed, or there would be no split.
+
+    Raises:
+        ConfigError: as ``runs_grouped``.
+    """
     text = subject.text
     if not isinstance(text, ExpertKeys):
         return "none"
+    how = "in one product" if runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[subject.run.training.dtype]) else "one after the other"
     share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
-    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token{share if subject.expert > 1 else ''}"
+    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token, {how}{share if subject.expert > 1 else ''}"
 
 
 def batch(subject: Subject) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Literal
 
 from tangram.errors import ConfigError
@@ -148,6 +149,11 @@ class Topology:
     def ranks_of_a_batch(self) -> int:
         """Ranks that work on the same micro-batch: they hold the model once, or as often as context-parallel ranks share its tokens."""
         return self.model_parallel_size * self.context
+
+    @property
+    def process_unit(self) -> int:
+        """What the number of processes is a multiple of: whole micro-batches, and whole sets of experts over context- and data-parallel ranks."""
+        return self.ranks_of_a_batch * self.expert // gcd(self.context, self.expert)
 
     @classmethod
     def build(

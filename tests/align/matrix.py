@@ -44,6 +44,7 @@ SPLITS = {
     "EP2": Split(data=2, expert=2),
     "EP2, all-gather": Split(data=2, expert=2, dispatcher="allgather"),
     "TP2 x SP x EP2": Split(tensor=2, sequence_parallel=True, data=2, expert=2),
+    "CP2 x EP2, ring": Split(context=2, context_algo="ring", expert=2),
     "PP2 x EP2": Split(pipeline=2, data=2, expert=2),
 }
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")

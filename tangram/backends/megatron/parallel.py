@@ -54,10 +54,11 @@ def data_parallel_size(world_size: int, topology: Topology) -> int:
             f"world size {world_size} is not divisible by tensor-parallel {topology.tensor}{context} x pipeline-parallel {topology.pipeline} = "
             f"{topology.ranks_of_a_batch}; start a multiple of {topology.ranks_of_a_batch} processes"
         )
-    if copies % topology.expert:
+    if world_size % topology.process_unit:
+        context = f" x {topology.context} context-parallel" if topology.context > 1 else ""
         raise ConfigError(
-            f"world size {world_size} makes {copies} data-parallel ranks, which expert-parallel size {topology.expert} does not divide; start a "
-            f"multiple of {topology.ranks_of_a_batch * topology.expert} processes"
+            f"world size {world_size} makes {copies} data-parallel{context} ranks, which expert-parallel size {topology.expert} does not divide; "
+            f"start a multiple of {topology.process_unit} processes"
         )
     return copies
 
