@@ -108,8 +108,8 @@ class ParallelConfig(Section):
         """The split of a model that this and its ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build``, ``check_vision_tensor`` and ``check_experts``; the lists given in two places differ; or they do not have
-                the pipeline sizes given here.
+            ConfigError: as ``Topology.build``, ``check_vision_tensor`` and ``check_experts``; the lists given in two places differ; or they do
+                not have the pipeline sizes given here.
         """
         vision, text = model.image_encoder.vision_encoder if model.image_encoder else None, model.text_decoder
         _agree("vit_pp_layers", self.vit_pp_layers, "vision_encoder.pipeline_num_layers", vision.pipeline_num_layers if vision else None)
