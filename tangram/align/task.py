@@ -160,6 +160,8 @@ class Task(Section):
     batch: str
     """File of the batch."""
     micro_batch_size: int = Field(ge=1)
+    pack: bool = False
+    """Run all rows once more, packed into one."""
     curve: Curve | None = None
     out: str
     """Folder for what the ranks find."""

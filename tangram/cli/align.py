@@ -68,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     tensors = f"input_ids, labels, attention_mask[, {media}, position_ids]"
     parser.add_argument("--batch", metavar="FILE", type=Path, help=f"safetensors file with {tensors} (photographs and questions of our own)")
     parser.add_argument("--micro-batch-size", type=int, default=None, metavar="N", help="rows per micro-batch (half of the batch)")
+    parser.add_argument("--pack", action="store_true", help="run all rows once more, packed into one, each seeing itself alone")
     parser.add_argument("--tolerance", type=float, default=None, metavar="X", help="largest relative error (fp32 1e-5, fp16 5e-2, bf16 0.2)")
     parser.add_argument("--dump", metavar="DIR", type=Path, help="write batch.safetensors, logits.safetensors, grads.safetensors of the split model")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
@@ -92,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--lr {args.lr} must be a number above 0")
     if args.steps is None:
         return _compare_batch(args, split)
-    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32":
-        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint and --dtype")
+    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32" or args.pack:
+        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint, --dtype and --pack")
     return _compare_curves(args, split)
 
 
@@ -111,6 +112,7 @@ def _compare_batch(args: argparse.Namespace, split: Split | Sharded) -> int:
         tolerance=args.tolerance,
         plugins=args.plugin,
         checkpoint=args.checkpoint,
+        pack=args.pack,
     )
     for note in outcome.notes:
         print(note)
