@@ -7,6 +7,7 @@ the ranks have ended. The end of the input ends it and every rank, so that who s
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -55,6 +56,9 @@ def _preload(modules: Sequence[str]) -> None:
                 getattr(found, function)()
         except Exception:  # the ranks meet it again, and tell it
             traceback.print_exc()
+    # What was imported stays: each look at it for garbage would take a rank half a second.
+    gc.collect()
+    gc.freeze()
 
 
 def _fork_all(request: Request, replies: BinaryIO) -> set[int]:
