@@ -51,7 +51,10 @@ SPLITS = {
     "qwen3_vl_moe": ALL | {"EP2": Split(data=2, expert=2), "TP2 x SP x EP2": Split(**TENSOR, **COPIES, expert=2)},
 }
 """The embeddings of qwen2_5_vl are tied. Norms of heads, in qwen3, are copies of which each tensor-parallel rank sees some heads."""
-BRIEF = {*(("qwen2_5_vl", name) for name in ("TP4 x SP", "TP4 x SP, vision TP2")), *(("qwen3_vl_moe", name) for name in ("TP4 x SP", "CP2, Ulysses", "CP2, ring"))}
+BRIEF = {
+    *(("qwen2_5_vl", name) for name in ("TP4 x SP", "TP4 x SP, vision TP2")),
+    *(("qwen3_vl_moe", name) for name in ("TP4 x SP", "CP2, Ulysses", "CP2, ring")),
+}
 """What takes three steps."""
 
 
