@@ -120,8 +120,7 @@ def totals_of(shares: Sequence[Share], copies: int, step: int) -> Totals:
         DataError: ranks of one copy were given different samples; on every rank.
     """
     tokens, padded, samples, skipped, kiloflops = (
-        sum(getattr(share, name) for share in shares) // copies
-        for name in ("tokens", "padded_tokens", "samples", "skipped_samples", "kiloflops")
+        sum(getattr(share, name) for share in shares) // copies for name in ("tokens", "padded_tokens", "samples", "skipped_samples", "kiloflops")
     )
     return Totals(any(share.asked for share in shares), tokens, padded, samples, skipped, kiloflops, _digest(shares, step))
 
