@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
 from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, get_batch, report_loss
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
@@ -258,7 +258,10 @@ class MegatronEngine:
 
     def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
         """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
-        totals = [0.0, 0.0, 0.0, 0.0]
+        totals, own = [0.0, 0.0, 0.0, 0.0], None
+        if self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
+            # Tensor- and context-parallel ranks find the same, or one of them is wrong.
+            own = sum(float(report["loss"][0]) for report in reports)
         first = self.ranks.tensor_parallel_rank == self.ranks.context_parallel_rank == 0
         if first and self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
             pairs = [report["loss"] for report in reports]
@@ -272,6 +275,7 @@ class MegatronEngine:
             weight=denominator,
             tokens=int(tokens),
             load_balancing=self._routers.mean(micro_batches, balancing, weight, denominator),
+            own_loss=own / denominator if own is not None and denominator else None,
         )
 
     @torch.no_grad()
@@ -280,7 +284,7 @@ class MegatronEngine:
 
         A loss, gradient or fp16 overflow that is not finite on any rank makes all ranks leave weights and moments as they are.
         """
-        from tangram.backends.megatron.gradients import clip
+        from tangram.backends.megatron.gradients import clip, norms_of
 
         assert self._loss is not None, "step() follows forward_backward()"
         for group in self.optimizer.param_groups:
@@ -288,13 +292,16 @@ class MegatronEngine:
             group["weight_decay"] = self.run.training.weight_decay * group["wd_mult"]
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
+        own, shared = norms_of(self.optimizer.param_groups)
         skipped = overflow or not math.isfinite(norm) or not math.isfinite(self._loss)
         if not skipped:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             clip(parameters, norm, self.run.training.clip_grad)
             self.optimizer.step_with_ready_grads()
         self._clear_gradients()
-        return StepResult(grad_norm=norm, skipped=skipped)
+        # Tensor-parallel ranks are neighbours.
+        group = dist.get_rank() - self.ranks.tensor_parallel_rank
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group))
 
     @property
     def loss_scale(self) -> float:

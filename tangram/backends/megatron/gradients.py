@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,25 @@ def gather_gradients(models: Sequence[DistributedDataParallel]) -> None:
             for bucket in group.buckets:
                 part = bucket.grad_data.chunk(members.size())[members.rank()]
                 dist.all_gather_into_tensor(bucket.grad_data, part.clone(), group=members)
+
+
+def norms_of(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float | None]:
+    """2-norms of the gradients of an optimizer's parameters on this rank: of all, and of those that tensor-parallel ranks have copies of.
+
+    Experts are left out of the second: the ranks that have copies of them are others.
+    """
+    gradients, copied = [], []
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                copied.append(not getattr(parameter, "tensor_model_parallel", False) and not group.get("is_expert_parallel", False))
+    if not gradients:
+        return 0.0, None
+    squares = torch.stack(torch._foreach_norm(gradients)).float().square()
+    chosen = torch.tensor(copied, device=squares.device)
+    own, shared = torch.stack([squares.sum(), (squares * chosen).sum()]).sqrt().tolist()
+    return own, shared if any(copied) else None
 
 
 def clip(parameters: Sequence[torch.Tensor], norm: float, largest: float) -> None:
