@@ -27,6 +27,7 @@ MODULES = (
     "tangram.backends.megatron.communicator",
     "tangram.backends.megatron.gradients",
     "tangram.cli.main",
+    "tangram.models.builtin",
     "tangram.models.vlm",
     "tangram.training.entry",
     "tangram.training.pretrain",

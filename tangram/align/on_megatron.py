@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tangram.align.batch import blank_like
 from tangram.align.pack import by_rows
@@ -59,7 +60,16 @@ class OnMegatron:
                     yield CanonicalTensor("logits", (row, 0, start), (*shape, self.vocabulary), whole)
 
     def frozen(self) -> list[str]:
-        return []
+        own = {
+            block.canonical
+            for chunk in self.engine.chunks
+            for name, tensor in chunk.placement.tensors.items()
+            for block in tensor.blocks
+            if not (chunk.parameters[name].requires_grad or getattr(chunk.parameters[name], "idle", False))
+        }
+        every: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(every, own - {None})
+        return sorted(set().union(*every))
 
     def close(self) -> None:
         shutdown()

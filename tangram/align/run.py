@@ -203,7 +203,7 @@ def without_frozen(expected: Observation, task: Task) -> tuple[Observation, list
     """The reference without gradients of parameters that the task froze, and a note that says how many."""
     frozen = json.loads(_written(task.folder / RESULT_FILE).read_text(encoding="utf-8"))["frozen"]
     kept = {name: value for name, value in expected.gradients.items() if name not in set(frozen)}
-    note = [f"{len(frozen)} frozen parameters (model.freeze) have no gradient to compare: {name_some(frozen)}"] if frozen else []
+    note = [f"{len(frozen)} frozen parameters have no gradient to compare: {name_some(frozen)}"] if frozen else []
     return replace(expected, gradients=kept), note
 
 

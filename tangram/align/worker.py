@@ -53,7 +53,7 @@ class Runner(Protocol):
         """Logits as rectangles of ``[*shape, V]``, without padding of the vocabulary; zeros past a micro-batch's length."""
 
     def frozen(self) -> list[str]:
-        """Canonical names of parameters that are not trained."""
+        """Canonical names of parameters that are not trained, on any rank. Every rank must call it."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -139,8 +139,9 @@ def _observe(runner: Runner, mine: list[dict[str, Any]], batch: dict[str, torch.
         _settle_loss_scale(engine, mine)
     result = engine.forward_backward(mine)
     write_pieces(engine.canonical_gradients(), gradient_file(task.folder, rank))
+    frozen = runner.frozen()
     if rank == 0:
-        _write_result(task, {"loss": result.loss, "tokens": result.tokens, "frozen": runner.frozen()})
+        _write_result(task, {"loss": result.loss, "tokens": result.tokens, "frozen": frozen})
 
 
 def _settle_loss_scale(engine: RunnableEngine, mine: list[dict[str, Any]]) -> None:

@@ -33,6 +33,10 @@ SPLITS = {
     "PP4, vision and text over two stages each": Split(pipeline=4, vit_pp_layers=[2, 2, 0, 0], llm_pp_layers=[0, 0, 1, 3]),
     "PP2 x VPP2, vision over two chunks": Split(pipeline=2, virtual=2, vit_pp_layers=[[3, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 2]]),
     "TP2 x SP x PP2": Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "TP2, vision TP1": Split(tensor=2, vision_tensor=1),
+    "TP2 x SP x PP2, vision TP1 over two stages": Split(
+        tensor=2, vision_tensor=1, sequence_parallel=True, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]
+    ),
     "CP2, Ulysses": Split(context=2),
     "CP2, ring": Split(context=2, context_algo="ring"),
     "CP4, hybrid": Split(context=4, context_algo="hybrid", ulysses=2),
@@ -43,11 +47,12 @@ SPLITS = {
     "EP2": Split(data=2, expert=2),
     "EP2, all-gather": Split(data=2, expert=2, dispatcher="allgather"),
     "TP2 x SP x EP2": Split(tensor=2, sequence_parallel=True, data=2, expert=2),
+    "CP2 x EP2, ring": Split(context=2, context_algo="ring", expert=2),
     "PP2 x EP2": Split(pipeline=2, data=2, expert=2),
 }
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
 EXPERTS = {name for name, split in SPLITS.items() if split.expert > 1}
-REFUSED = {**dict.fromkeys(FAMILIES, EXPERTS), "qwen3_vl_moe": {"TP2"}}
+REFUSED = {**dict.fromkeys(FAMILIES, EXPERTS), "qwen3_vl_moe": {"TP2", "TP2, vision TP1"}}
 """By family, what ``tangram check`` refuses."""
 
 
