@@ -43,12 +43,18 @@ ALL = {
     "DP2, distributed optimizer": Split(**COPIES),
 }
 SPLITS = {
-    "qwen2_5_vl": ALL | {"TP2": Split(tensor=2), "TP2 x SP x DP2": Split(**TENSOR, data=2)},
+    "qwen2_5_vl": ALL
+    | {"TP2": Split(tensor=2), "TP2 x SP x DP2": Split(**TENSOR, data=2)}
+    | {"TP2, vision TP1": Split(tensor=2, vision_tensor=1, distributed_optimizer=True)}
+    | {"TP4 x SP, vision TP2": Split(tensor=4, vision_tensor=2, sequence_parallel=True)},
     "qwen3_vl": {"one process": Split(), "TP2": Split(tensor=2)},
     "qwen3_vl_moe": ALL | {"EP2": Split(data=2, expert=2), "TP2 x SP x EP2": Split(**TENSOR, **COPIES, expert=2)},
 }
 """The embeddings of qwen2_5_vl are tied. Norms of heads, in qwen3, are copies of which each tensor-parallel rank sees some heads."""
-BRIEF = {("qwen2_5_vl", "TP4 x SP"), *(("qwen3_vl_moe", name) for name in ("TP4 x SP", "CP2, Ulysses", "CP2, ring"))}
+BRIEF = {
+    *(("qwen2_5_vl", name) for name in ("TP4 x SP", "TP4 x SP, vision TP2")),
+    *(("qwen3_vl_moe", name) for name in ("TP4 x SP", "CP2, Ulysses", "CP2, ring")),
+}
 """What takes three steps."""
 
 
@@ -150,7 +156,7 @@ def copies_of(split: Split, names: set[str]) -> set[str]:
     if split.data * split.context > 1:
         return {name for name in names if split.expert == 1 or ".experts." not in name}
     if split.tensor > 1:
-        return {name for name in names if "norm" in name}
+        return {name for name in names if "norm" in name or (split.vision_tensor and ".visual.blocks." in name)}
     return names & {"model.language_model.embed_tokens.weight"} if split.pipeline > 1 and "lm_head.weight" not in names else set()
 
 
