@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import warnings
+
+from tangram.config.parsing import Section
 
 MODULES = (
     "megatron.core.optimizer",
@@ -22,6 +25,7 @@ MODULES = (
     "tangram.align.reference",
     "tangram.backends.fsdp2.engine",
     "tangram.cli.main",
+    "tangram.models.builtin",
     "tangram.models.vlm",
     "tangram.training.entry",
     "tangram.training.pretrain",
@@ -32,3 +36,16 @@ with warnings.catch_warnings():
     importlib.import_module("tangram.backends.megatron.cpu").adapt()
     for name in MODULES:
         importlib.import_module(name)
+
+
+def _build_schemas(section: type[Section]) -> None:
+    """Those of pydantic, which otherwise each rank builds for itself when it first reads a run file."""
+    section.model_rebuild()
+    for each in section.__subclasses__():
+        _build_schemas(each)
+
+
+_build_schemas(Section)
+gc.collect()
+# Else each rank's first collections walk, and so copy, all that was imported.
+gc.freeze()

@@ -26,6 +26,7 @@ PRELOAD: Mapping[str, Sequence[str]] = {
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
         "tangram.align.on_megatron",
+        "tangram.models.builtin",
         "tangram.models.vlm",
     ),
     "fsdp2": ("transformers.modeling_utils", "torch.distributed.fsdp", "tangram.align.on_fsdp2"),

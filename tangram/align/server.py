@@ -7,6 +7,7 @@ the ranks have ended. The end of the input ends it and every rank, so that who s
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -55,6 +56,8 @@ def _preload(modules: Sequence[str]) -> None:
                 getattr(found, function)()
         except Exception:  # the ranks meet it again, and tell it
             traceback.print_exc()
+    gc.collect()
+    gc.freeze()  # else each rank's first collections walk, and so copy, all that was imported
 
 
 def _fork_all(request: Request, replies: BinaryIO) -> set[int]:
