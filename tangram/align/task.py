@@ -27,6 +27,8 @@ class Split(Section):
     """How the model is divided over processes on the megatron backend."""
 
     tensor: int = Field(default=1, ge=1)
+    vision_tensor: int | None = Field(default=None, ge=1)
+    """Of the vision encoder. None: ``tensor``."""
     pipeline: int = Field(default=1, ge=1)
     virtual: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
@@ -69,6 +71,7 @@ class Split(Section):
             ParallelConfig,
             {
                 "tensor_model_parallel_size": self.tensor,
+                "vision_tensor_model_parallel_size": self.vision_tensor,
                 "sequence_parallel": self.sequence_parallel,
                 "pipeline_model_parallel_size": self.pipeline,
                 "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
@@ -107,6 +110,7 @@ class Split(Section):
 
     def __str__(self) -> str:
         parts = [f"TP{self.tensor}{' SP' if self.sequence_parallel else ''}", f"PP{self.pipeline}"]
+        parts += [f"vision TP{self.vision_tensor}"] if self.vision_tensor is not None else []
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
         parts += [f"CP{self.context} {self.context_algo}"] if self.context > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
@@ -156,6 +160,8 @@ class Task(Section):
     batch: str
     """File of the batch."""
     micro_batch_size: int = Field(ge=1)
+    pack: bool = False
+    """Run all rows once more, packed into one."""
     curve: Curve | None = None
     out: str
     """Folder for what the ranks find."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tangram.align.assemble import write_pieces
 from tangram.align.batch import micro_batches, read_batch
+from tangram.align.pack import pack_rows
 from tangram.align.task import RESULT_FILE, Task, TaskList, fault_file, gradient_file, logits_file
 from tangram.backends.engine import Batch, CanonicalTensor, RunnableEngine
 from tangram.checkpoints.dcp_reader import DCPReader
@@ -96,7 +97,8 @@ def run_task(task: Task, rank: int) -> None:
     runner = _runner(task, run)
     _load(runner, task)
     batch = read_batch(Path(task.batch), task.model)
-    mine = runner.share(micro_batches(batch, task.model, task.micro_batch_size))
+    parts = micro_batches(batch, task.model, task.micro_batch_size)
+    mine = runner.share([*parts, pack_rows(batch)] if task.pack else parts)
     if task.curve is not None:
         _train(runner.engine, mine, task, rank)
     else:
@@ -132,7 +134,7 @@ def _load(runner: Runner, task: Task) -> None:
 
 def _observe(runner: Runner, mine: list[dict[str, Any]], batch: dict[str, torch.Tensor], task: Task, rank: int) -> None:
     engine, (rows, columns) = runner.engine, batch["input_ids"].shape
-    write_pieces(runner.logits(mine, (rows, columns)), logits_file(task.folder, rank))
+    write_pieces(runner.logits(mine, (2 * rows if task.pack else rows, columns)), logits_file(task.folder, rank))
     if task.dtype == "fp16":
         _settle_loss_scale(engine, mine)
     result = engine.forward_backward(mine)

@@ -33,7 +33,7 @@ On the fsdp2 backend the settings are keys of the run file; blocks, merger and l
 The exit status is 0 if everything lies within the tolerance, else 1.
 """
 MEGATRON_OPTIONS = (
-    *("--tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
+    *("--tp", "--vision-tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
     *("--balance", "--vit-pp-layers", "--llm-pp-layers"),
 )
 
@@ -49,6 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron", help="what runs the split model (megatron)")
     parser.add_argument("--nproc", type=int, default=None, metavar="N", help="fsdp2: processes (1)")
     parser.add_argument("--tp", type=int, default=None, metavar="N", help="tensor-parallel size (1)")
+    own = "tensor-parallel size of the vision encoder, a divisor of --tp (the same); what is left over are copies that encode pictures of their own"
+    parser.add_argument("--vision-tp", type=int, default=None, metavar="N", help=own)
     parser.add_argument("--sp", action="store_true", default=None, help="sequence parallelism over the tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=None, metavar="N", help="context-parallel size: ranks that share the tokens of a micro-batch (1)")
     parser.add_argument("--cp-algo", choices=("ulysses", "ring", "hybrid"), default=None, help="how they attend (ulysses)")
@@ -66,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     tensors = f"input_ids, labels, attention_mask[, {media}, position_ids]"
     parser.add_argument("--batch", metavar="FILE", type=Path, help=f"safetensors file with {tensors} (photographs and questions of our own)")
     parser.add_argument("--micro-batch-size", type=int, default=None, metavar="N", help="rows per micro-batch (half of the batch)")
+    parser.add_argument("--pack", action="store_true", help="run all rows once more, packed into one, each seeing itself alone")
     parser.add_argument("--tolerance", type=float, default=None, metavar="X", help="largest relative error (fp32 1e-5, fp16 5e-2, bf16 0.2)")
     parser.add_argument("--dump", metavar="DIR", type=Path, help="write batch.safetensors, logits.safetensors, grads.safetensors of the split model")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
@@ -90,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--lr {args.lr} must be a number above 0")
     if args.steps is None:
         return _compare_batch(args, split)
-    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32":
-        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint and --dtype")
+    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32" or args.pack:
+        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint, --dtype and --pack")
     return _compare_curves(args, split)
 
 
@@ -109,6 +112,7 @@ def _compare_batch(args: argparse.Namespace, split: Split | Sharded) -> int:
         tolerance=args.tolerance,
         plugins=args.plugin,
         checkpoint=args.checkpoint,
+        pack=args.pack,
     )
     for note in outcome.notes:
         print(note)
@@ -174,8 +178,8 @@ def read_split(args: argparse.Namespace) -> Split:
     grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
     experts = args.ep or 1
     copies = {"data": args.dp or experts // gcd(experts, args.cp or 1), "expert": experts, "balance": bool(args.balance)}
-    sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
-    for name in ("--tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
+    sizes = {"tensor": args.tp or 1, "vision_tensor": args.vision_tp, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
+    for name in ("--tp", "--vision-tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
         value = getattr(args, name[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")

@@ -92,12 +92,13 @@ def layers_per_stage(subject: Subject) -> str:
 
 
 def tensor_parallel(subject: Subject) -> str:
-    """Every size that is split must be a multiple of the tensor-parallel size.
+    """Every size that is split must be a multiple of the tensor-parallel size, of the vision encoder's where it has one of its own.
 
     Raises:
         ConfigError: naming each size that is not.
     """
-    text, vision, size = subject.text, subject.vision, subject.tensor
+    text, encoder = subject.text, subject.model.image_encoder
+    size, own = subject.tensor, subject.topology.tensor_of("vision")
     sizes = [
         ("text_decoder.num_query_groups (key/value heads)", text.num_query_groups),
         ("text_decoder.num_attention_heads", text.num_attention_heads),
@@ -105,18 +106,29 @@ def tensor_parallel(subject: Subject) -> str:
         if isinstance(text, ExpertKeys)
         else ("text_decoder.ffn_hidden_size", text.ffn_hidden_size),
     ]
-    if vision is not None and subject.model.image_encoder is not None:
-        sizes += [
-            ("vision_encoder.num_attention_heads", vision.num_attention_heads),
-            ("vision_encoder.ffn_hidden_size", vision.ffn_hidden_size),
-            ("vision_projector.ffn_hidden_size", subject.model.image_encoder.vision_projector.ffn_hidden_size),
+    of_vision = []
+    if encoder is not None:
+        of_vision = [
+            ("vision_encoder.num_attention_heads", encoder.vision_encoder.num_attention_heads),
+            ("vision_encoder.ffn_hidden_size", encoder.vision_encoder.ffn_hidden_size),
+            ("vision_projector.ffn_hidden_size", encoder.vision_projector.ffn_hidden_size),
         ]
-    wrong = [f"{name} {value}" for name, value in sizes if value % size]
+    alone = [str(n) for n in range(1, size) if size % n == 0 and all(value % n == 0 for _, value in of_vision)]
+    if own != size:
+        wrong = [f"{name} {value}" for name, value in of_vision if value % own]
+        if wrong:
+            raise ConfigError(f"vision_tensor_model_parallel_size {own} does not divide {', '.join(wrong)}; use {' or '.join(alone)}")
+        of_vision = []
+    wrong = [f"{name} {value}" for name, value in [*sizes, *of_vision] if value % size]
     if wrong:
-        fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in sizes)]
-        raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}")
+        fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in [*sizes, *of_vision])]
+        others = ""
+        if of_vision and all(value % size == 0 for _, value in sizes):
+            others = f", or vision_tensor_model_parallel_size {' or '.join(alone)} for the vision encoder alone"
+        raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}{others}")
     divided = ", activations divided along the sequence" if subject.run.parallel.sequence_parallel else ""
-    return f"{len(sizes)} sizes divide by {size}{divided}"
+    copies = f", {size // own} copies of the vision encoder by {own}" if own != size else ""
+    return f"{len(sizes) + len(of_vision)} sizes divide by {size}{divided}{copies}"
 
 
 def context_parallel(subject: Subject) -> str:

@@ -12,6 +12,7 @@ from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.model import ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
+from tangram.config.vision_tensor import check_vision_tensor
 from tangram.errors import ConfigError
 from tangram.placement.table import padded_vocabulary
 from tangram.placement.topology import LayerGrid, Topology, layer_grid
@@ -21,6 +22,9 @@ class ParallelConfig(Section):
     """Sizes of the parallel axes. The data-parallel size is the world size divided by the others."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
+    vision_tensor_model_parallel_size: int | None = Field(default=None, ge=1)
+    """Of the vision encoder and the projector: a divisor of ``tensor_model_parallel_size``. The tensor-parallel ranks then hold several copies of
+    them, which encode pictures of their own. None: ``tensor_model_parallel_size``."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
     sequence_parallel: bool = False
@@ -104,8 +108,8 @@ class ParallelConfig(Section):
         """The split of a model that this and its ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build`` and ``check_experts``; the lists given in two places differ; or they do not have the pipeline sizes
-                given here.
+            ConfigError: as ``Topology.build``, ``check_vision_tensor`` and ``check_experts``; the lists given in two places differ; or they do
+                not have the pipeline sizes given here.
         """
         vision, text = model.image_encoder.vision_encoder if model.image_encoder else None, model.text_decoder
         _agree("vit_pp_layers", self.vit_pp_layers, "vision_encoder.pipeline_num_layers", vision.pipeline_num_layers if vision else None)
@@ -121,6 +125,7 @@ class ParallelConfig(Section):
             if layers is not None:
                 _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
         tensor, expert = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        check_vision_tensor(model, self.vision_tensor_model_parallel_size, tensor)
         check_experts(model, expert=expert, tensor=tensor, sequence_parallel=self.sequence_parallel)
         return Topology.build(
             vision_layers=vision.num_layers if vision else 0,
@@ -129,6 +134,7 @@ class ParallelConfig(Section):
             vit_pp_layers=vit_layers,
             llm_pp_layers=llm_layers,
             expert=expert,
+            vision_tensor=self.vision_tensor_model_parallel_size,
             sequence_parallel=self.sequence_parallel,
             context=self.context_parallel_size,
             ring=self.context_parallel_ring,

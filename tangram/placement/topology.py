@@ -132,6 +132,15 @@ class Topology:
         return self.vision_tensor or self.tensor if component == "vision" else self.tensor
 
     @property
+    def vision_copies(self) -> int:
+        """Times that the tensor-parallel ranks of one stage hold the vision encoder; each copy encodes pictures of its own."""
+        return self.tensor_ranks // self.tensor_of("vision")
+
+    def divides_sequence(self, component: Literal["vision", "text"]) -> bool:
+        """Whether sequence parallelism divides a component's activations."""
+        return self.sequence_parallel and self.tensor_of(component) > 1
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that hold the model once, experts aside."""
         return self.tensor_ranks * self.pipeline

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
 from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, get_batch, report_loss
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
@@ -116,7 +116,7 @@ class MegatronEngine:
             module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
             placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk, self.ranks.expert_parallel_rank)
             parameters = dict(module.named_parameters())
-            mark_parallel(parameters, placement, self.topology.expert > 1, sequence_parallel=self.topology.sequence_parallel)
+            mark_parallel(parameters, placement, self.topology)
             self.chunks.append(LocalChunk(chunk, placement, parameters))
             modules.append(module)
         return modules
@@ -166,22 +166,37 @@ class MegatronEngine:
 
         from tangram.backends.megatron.communicator import PipelineCommunicator
         from tangram.backends.megatron.gradients import make_finalizer
+        from tangram.models.vision_groups import installed_copies
 
         virtual = self.topology.virtual if self.topology.virtual > 1 else None
         no_sync = [model.no_sync for model in self.models]
+        finalize = make_finalizer(self.models, first, last, self._copied_parameters(), installed_copies(self.topology))
         for model in self.models:
             config = model.config
             config.pipeline_model_parallel_size = self.topology.pipeline
             config.microbatch_group_size_per_vp_stage = self.topology.pipeline
             config.pipeline_dtype = self.dtype
             config.deallocate_pipeline_outputs = True
-            config.finalize_model_grads_func = make_finalizer(self.models, first, last)
+            config.finalize_model_grads_func = finalize
             config.grad_scale_func = self.optimizer.scale_loss if self.dtype == torch.float16 else None
             if self.run.parallel.overlap_grad_reduce:
                 config.no_sync_func = no_sync if virtual else no_sync[0]
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._communicator = PipelineCommunicator(self.ranks, self.models[0].config, self.topology, self.model)
         self._schedule = get_forward_backward_func(self.topology.pipeline, virtual)
+
+    def _copied_parameters(self) -> list[nn.Parameter]:
+        """Those of the vision encoder's copies whose gradients megatron-core does not sum over tensor-parallel ranks anyway."""
+        if self.topology.vision_copies == 1:
+            return []
+        return [
+            parameter
+            for local in self.chunks
+            for name, parameter in local.parameters.items()
+            if local.placement.tensors[name].rule.component == "vision"
+            and parameter.requires_grad
+            and not getattr(parameter, "sequence_parallel", False)
+        ]
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Run this rank's micro-batches of one global batch; gradients are final and unclipped afterwards.
@@ -243,7 +258,10 @@ class MegatronEngine:
 
     def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
         """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
-        totals = [0.0, 0.0, 0.0, 0.0]
+        totals, own = [0.0, 0.0, 0.0, 0.0], None
+        if self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
+            # Tensor- and context-parallel ranks find the same, or one of them is wrong.
+            own = sum(float(report["loss"][0]) for report in reports)
         first = self.ranks.tensor_parallel_rank == self.ranks.context_parallel_rank == 0
         if first and self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
             pairs = [report["loss"] for report in reports]
@@ -257,6 +275,7 @@ class MegatronEngine:
             weight=denominator,
             tokens=int(tokens),
             load_balancing=self._routers.mean(micro_batches, balancing, weight, denominator),
+            own_loss=own / denominator if own is not None and denominator else None,
         )
 
     @torch.no_grad()
@@ -265,7 +284,7 @@ class MegatronEngine:
 
         A loss, gradient or fp16 overflow that is not finite on any rank makes all ranks leave weights and moments as they are.
         """
-        from tangram.backends.megatron.gradients import clip
+        from tangram.backends.megatron.gradients import clip, norms_of
 
         assert self._loss is not None, "step() follows forward_backward()"
         for group in self.optimizer.param_groups:
@@ -273,13 +292,16 @@ class MegatronEngine:
             group["weight_decay"] = self.run.training.weight_decay * group["wd_mult"]
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
+        own, shared = norms_of(self.optimizer.param_groups)
         skipped = overflow or not math.isfinite(norm) or not math.isfinite(self._loss)
         if not skipped:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             clip(parameters, norm, self.run.training.clip_grad)
             self.optimizer.step_with_ready_grads()
         self._clear_gradients()
-        return StepResult(grad_norm=norm, skipped=skipped)
+        # Tensor-parallel ranks are neighbours.
+        group = dist.get_rank() - self.ranks.tensor_parallel_rank
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group))
 
     @property
     def loss_scale(self) -> float:
