@@ -17,7 +17,10 @@ from tangram.config.yaml_config import dump, read_run
 from tangram.errors import ConfigError
 
 RUN_FILE = "run.yaml"
-NOT_AGAIN = ("save", "save_interval", "save_total_limit", "save_hf_interval", "save_async", "save_format")
+NOT_AGAIN = (
+    *("save", "save_interval", "save_total_limit", "save_hf_interval", "save_async", "save_format"),
+    *("eval_interval", "eval_iters", "val_interval", "val_iters"),
+)
 """Keys of ``training`` that a replay leaves out: it is there for its numbers."""
 
 
@@ -106,7 +109,7 @@ def _content(baseline: Baseline) -> dict[str, Any]:
 
 
 def _again(content: dict[str, Any], folder: Path, last: int) -> None:
-    """The same steps, without checkpoints and tools."""
+    """The same steps, without checkpoints, validation and tools."""
     training = content["training"]
     for key in NOT_AGAIN:
         training.pop(key, None)

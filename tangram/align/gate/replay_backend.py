@@ -1,13 +1,17 @@
-"""A run file of one backend as one of the other, as far as both can do what it says."""
+"""A run file of one backend as one of the other, as far as both can do what it says.
+
+What changes only memory or time (recomputation, offloading, loss in chunks, how ranks share the work) is left out: it is of the backend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tangram.align.sharded import UNITS
-from tangram.config.fsdp2 import Fsdp2Config
-from tangram.config.run import FeaturesConfig, ParallelConfig
+from tangram.config.fsdp2 import Fsdp2Training
+from tangram.config.run import ParallelConfig
 from tangram.errors import ConfigError
 
 ALIKE = (
@@ -19,8 +23,7 @@ NAMES = {"min_lr": "lr_min", "lr_warmup_init": "lr_start", "deterministic": "use
 """megatron -> fsdp2."""
 WITHOUT_DECAY = {"no_decay_modules": ["Norm"], "no_decay_params": ["bias"]}
 """What megatron spares of weight decay: all that has one dimension."""
-GONE = ("global_batch_size", "gradient_accumulation_steps")
-"""Set from the global batch."""
+COMPONENTS = ("vision_encoder", "vision_projector", "text_decoder")
 
 
 def to_fsdp2(content: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,18 +33,17 @@ def to_fsdp2(content: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, 
         ConfigError: it says something that the fsdp2 backend has not, or that lies elsewhere there.
     """
     training, model = content["training"], content["model"]
-    _only_defaults("features", content["features"], FeaturesConfig().model_dump())
     if model["hf_dir"] is None:
         raise ConfigError(
             "--backend fsdp2: the baseline's model is described by model.json alone, and fsdp2 needs a Hugging Face directory (model.hf_dir)"
         )
     if training["dtype"] == "fp16":
         raise ConfigError("--backend fsdp2: it has no loss scaling, and the baseline is of fp16; make a baseline in bf16 or fp32")
-    frozen = [part for part in _components(model["config"]) if part.get("freeze")]
-    if frozen:
+    parts = _components(model["config"])
+    if any(part.get("freeze") for part in parts) or any(content["features"].get(f"freeze_{name}") is not None for name in COMPONENTS):
         raise ConfigError("--backend fsdp2: the baseline freezes components, which fsdp2 says by patterns of modules; write a run file for it")
-    if training["eval_interval"]:
-        raise ConfigError("--backend fsdp2: the baseline has validation in between; make one without eval_interval")
+    if any(parts[0].get(key) for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff")):
+        raise ConfigError("--backend fsdp2: the baseline adds losses of routers, which the backends weigh in different ways; write a run file for it")
     iterations, schedule = training["train_iters"], facts["schedule"]
     if schedule["lr_decay_steps"] > iterations:
         raise ConfigError(f"--backend fsdp2: the learning rate decays over {schedule['lr_decay_steps']} steps, more than the run's {iterations}")
@@ -83,14 +85,16 @@ def to_megatron(content: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
     loss_type = features["loss_cfg"]["loss_type"]
     if loss_type == "raw":
         raise ConfigError("--backend megatron: loss_type raw is the loss of a class of transformers; make a baseline with another loss_type")
+    if features["loss_cfg"]["router_aux_loss_coef"]:
+        raise ConfigError(
+            "--backend megatron: the baseline adds losses of routers, which the backends weigh in different ways; write a run file for it"
+        )
     if model["freeze"]:
         raise ConfigError("--backend megatron: the baseline freezes modules by patterns, which megatron says by components; write a run file for it")
-    if training["train_iters"] is None or training["val_interval"]:
-        raise ConfigError("--backend megatron: the baseline counts epochs or has validation in between; make one with train_iters and without")
-    defaults = Fsdp2Config.model_fields["training"].annotation
-    assert defaults is not None
+    if training["train_iters"] is None:
+        raise ConfigError("--backend megatron: the baseline counts epochs; make one with train_iters")
     for key in ("optimizer", "lr_scaling_plan"):
-        if training[key] != defaults.model_fields[key].default:
+        if training[key] != Fsdp2Training.model_fields[key].default:
             raise ConfigError(f"--backend megatron: training.{key} {training[key]!r} of the baseline is of the fsdp2 backend alone")
     if training["weight_decay"] and {key: training[key] for key in WITHOUT_DECAY} != WITHOUT_DECAY:
         raise ConfigError(
@@ -105,13 +109,15 @@ def to_megatron(content: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
         "lr_decay_iters": schedule["lr_decay_steps"],
         "num_workers": content["data"]["dataloader_param"]["num_workers"],
     }
-    load = training["load"] or (None if training["random_init"] else model["model_name_or_path"])
+    directory = model["model_name_or_path"]
+    # As the fsdp2 backend takes it: weights that lie in the directory, unless they are to be random.
+    load = training["load"] or (directory if not training["random_init"] and any(Path(directory).glob("*.safetensors")) else None)
     loading = {key: value for key, value in content["data"]["dataloader_param"].items() if key != "num_workers"}
     return {
         "backend": "megatron",
         "parallel": ParallelConfig().model_dump(mode="json"),
         "data": {**content["data"], "dataloader_param": loading},
-        "model": {"hf_dir": model["model_name_or_path"], "load": load, "cast_weights": True, "plugin": training["plugin"]},
+        "model": {"hf_dir": directory, "load": load, "cast_weights": True, "plugin": training["plugin"]},
         "features": {},
         "training": own,
         "tools": {},
@@ -121,12 +127,6 @@ def to_megatron(content: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 def _components(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     encoder = config.get("image_encoder") or {}
     return [part for part in (config["text_decoder"], encoder.get("vision_encoder"), encoder.get("vision_projector")) if part is not None]
-
-
-def _only_defaults(section: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    odd = [key for key, value in given.items() if value != defaults.get(key)]
-    if odd:
-        raise ConfigError(f"--backend: {section}.{odd[0]} {given[odd[0]]!r} of the baseline is of its own backend; write a run file for the other")
 
 
 def _ratio(steps: int, of: int) -> float:
