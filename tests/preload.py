@@ -6,11 +6,11 @@ import gc
 import importlib
 import warnings
 
-from tangram.config.parsing import Section
-
 MODULES = (
+    "megatron.core.models.backends",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.multi_token_prediction",
     "PIL.Image",
     "tokenizers",
     "torch.distributed.checkpoint",
@@ -24,6 +24,8 @@ MODULES = (
     "tangram.align.default_batch",
     "tangram.align.reference",
     "tangram.backends.fsdp2.engine",
+    "tangram.backends.megatron.communicator",
+    "tangram.backends.megatron.gradients",
     "tangram.cli.main",
     "tangram.models.builtin",
     "tangram.models.vlm",
@@ -36,16 +38,7 @@ with warnings.catch_warnings():
     importlib.import_module("tangram.backends.megatron.cpu").adapt()
     for name in MODULES:
         importlib.import_module(name)
-
-
-def _build_schemas(section: type[Section]) -> None:
-    """Those of pydantic, which otherwise each rank builds for itself when it first reads a run file."""
-    section.model_rebuild()
-    for each in section.__subclasses__():
-        _build_schemas(each)
-
-
-_build_schemas(Section)
+    importlib.import_module("tangram.config.parsing").build_validators()
+# Collections of garbage in a child leave all this alone.
 gc.collect()
-# Else each rank's first collections walk, and so copy, all that was imported.
 gc.freeze()

@@ -56,8 +56,9 @@ def _preload(modules: Sequence[str]) -> None:
                 getattr(found, function)()
         except Exception:  # the ranks meet it again, and tell it
             traceback.print_exc()
+    # A rank that collects garbage leaves alone what it was forked with: half a million objects, whose pages it would also copy.
     gc.collect()
-    gc.freeze()  # else each rank's first collections walk, and so copy, all that was imported
+    gc.freeze()
 
 
 def _fork_all(request: Request, replies: BinaryIO) -> set[int]:

@@ -62,6 +62,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         training.get("seq_length"),
         bool(parallel.get("sequence_parallel", False)),
         parallel.get("context_parallel_size", 1),
+        parallel.get("tensor_model_parallel_size", 1),
+        parallel.get("vision_tensor_model_parallel_size"),
     )
     data, data_where = _with_file(sections["data"], f"{where}: data", base)
     tools, tools_where = _with_file(sections["tools"], f"{where}: tools", base)

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
 from tangram.errors import ConfigError, suggest
 
@@ -132,6 +133,7 @@ def _experts(section: ExpertKeys, options: BuildOptions) -> dict[str, object]:
         "moe_router_load_balancing_type": "aux_loss" if section.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
         "moe_z_loss_coeff": section.moe_z_loss_coeff or None,
+        "moe_grouped_gemm": runs_grouped(section, tensor=options.tensor_model_parallel_size, itemsize=options.dtype.itemsize),
         "moe_token_dispatcher_type": section.moe_token_dispatcher_type,
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": options.tensor_model_parallel_size,

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tangram.align.batch import write_batch
 from tangram.align.compare import compare
 from tangram.align.curves import REFERENCE, compare_curves
-from tangram.align.launch import WorkerError
+from tangram.align.launch import WorkerError, finish, running
 from tangram.align.observation import Observation, read_observation
 from tangram.align.reference import forward_arguments, load_reference, observe, token_loss
-from tangram.align.run import align, open_subject, prepare_batch
+from tangram.align.run import align, collect, make_task, open_subject, prepare_batch, without_frozen
 from tangram.align.sharded import Sharded
 from tangram.align.task import Split
 from tangram.checkpoints.convert import convert_hf_to_mm
@@ -233,3 +233,21 @@ def test_the_report_is_json(tiny: dict[bool, Path]):
     content = json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
     assert not content["passed"] and content["split"]["tensor"] == 1 and content["batch"]["input_ids"][0] == 5
     assert "past tolerance 0" in content["failures"][0]
+
+
+def test_what_the_split_model_does_not_train_is_told_and_not_compared(tiny: dict[bool, Path], tmp_path: Path) -> None:
+    subject = open_subject(tiny[False], tmp_path)
+    encoder = subject.model.image_encoder
+    assert encoder is not None
+    frozen = encoder.model_copy(update={"vision_encoder": encoder.vision_encoder.model_copy(update={"freeze": True})})
+    subject = replace(subject, model=subject.model.model_copy(update={"image_encoder": frozen}))
+    batch, _ = prepare_batch(subject, None)
+    task = make_task(subject, Split(pipeline=2, llm_pp_layers=[0, 4]), write_batch(batch, tmp_path), tmp_path / "out", micro_batch_size=1)
+    with running([task], tmp_path) as process:
+        finish(process, [task], tmp_path)
+    actual, _ = collect(task)
+    names = load_reference(subject.directory).state_dict()
+    expected, (note,) = without_frozen(Observation(0.0, actual.logits, dict(names)), task)
+    tower = {name for name in names if ".visual." in name and ".visual.merger." not in name}
+    assert expected.gradients.keys() == actual.gradients.keys() == names.keys() - tower
+    assert note.startswith(f"{len(tower)} frozen parameters have no gradient to compare: model.visual.")

@@ -12,16 +12,28 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import nn
 
 
-def make_finalizer(models: Sequence[DistributedDataParallel], first: nn.Parameter | None, last: nn.Parameter | None) -> Callable[..., None]:
+def make_finalizer(
+    models: Sequence[DistributedDataParallel],
+    first: nn.Parameter | None,
+    last: nn.Parameter | None,
+    copied: Sequence[nn.Parameter] = (),
+    copies: dist.ProcessGroup | None = None,
+) -> Callable[..., None]:
     """``finalize_model_grads_func`` for the schedules.
 
     megatron-core takes a rank's first chunk for the one with the word embedding; here it may be a later one, so that one is put first. Two
     copies on one rank have no group to be summed over and are summed here.
+
+    Args:
+        copied: parameters that the ranks of ``copies`` hold alike, each with the gradients of its own pictures.
     """
     ordered = sorted(models, key=lambda model: first is None or all(p is not first for p in model.parameters()))
 
     def finalize(model: object, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
         finalize_model_grads(ordered, num_tokens, **kwargs)
+        # In place: with the distributed optimizer all copies hold the same part of a sum over data-parallel ranks.
+        for work in [dist.all_reduce(parameter.main_grad, group=copies, async_op=True) for parameter in copied]:  # type: ignore[attr-defined]
+            work.wait()
         if first is not None and last is not None and first.requires_grad:
             first.main_grad += last.main_grad  # type: ignore[attr-defined]
             last.main_grad.copy_(first.main_grad)  # type: ignore[attr-defined]

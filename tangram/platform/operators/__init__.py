@@ -7,6 +7,7 @@
 | ``vision_rope`` | ``torch_npu.npu_rotary_mul`` | |
 | ``attention`` | ``torch_npu.npu_fusion_attention`` | torch's own, which is the plain one |
 | ``attention_block`` and its backward | | flash-attn 2.7 or newer, if it is installed and the type has 16 bits |
+| ``grouped_linear`` | ``torch_npu.npu_grouped_matmul`` | TransformerEngine's ``GroupedLinear``, or torch's ``grouped_mm``, which the cpu has too |
 """
 
 from tangram.platform.operators import blocks, plain
@@ -41,7 +42,31 @@ attention_block_backward = Operator(
     {"cuda": Fused(_FLASH, "flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_backward")},
 )
 """``(gradient, query, key, value, out, log-sum-exp, lengths, mask, scale) -> gradients of query, key and value``"""
+_GROUPED = Fused("tangram.platform.operators.grouped", "torch.nn.functional", "grouped_mm")
+grouped_linear = Operator(
+    "grouped_linear",
+    plain.grouped_linear,
+    {
+        "npu": Fused(_NPU, "torch_npu", "npu_grouped_matmul"),
+        "cuda": (Fused("tangram.platform.operators.grouped_te", "transformer_engine.pytorch", "GroupedLinear"), _GROUPED),
+        "cpu": _GROUPED,
+    },
+)
+"""``(tokens [n, in], weights, each [out, in], counts) -> [n, out]``, each weight for its own run of tokens"""
 
-OPERATORS = {operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention, attention_block, attention_block_backward)}
+OPERATORS = {
+    operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention, attention_block, attention_block_backward, grouped_linear)
+}
 
-__all__ = ["OPERATORS", "Fused", "Operator", "attention", "attention_block", "attention_block_backward", "rms_norm", "swiglu", "vision_rope"]
+__all__ = [
+    "OPERATORS",
+    "Fused",
+    "Operator",
+    "attention",
+    "attention_block",
+    "attention_block_backward",
+    "grouped_linear",
+    "rms_norm",
+    "swiglu",
+    "vision_rope",
+]

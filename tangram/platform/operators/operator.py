@@ -42,12 +42,12 @@ class Operator:
     """Called like its implementations; the first argument is the tensor whose device decides.
 
     Args:
-        fused: by device type.
+        fused: by device type; of several the first that is there.
     """
 
     name: str
     plain: Callable[..., Any]
-    fused: Mapping[str, Fused]
+    fused: Mapping[str, Fused | tuple[Fused, ...]]
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (self.fused_for(tensor) or self.plain)(tensor, *args, **kwargs)
@@ -65,7 +65,7 @@ class Operator:
             ConfigError: the environment's switch is neither 0 nor 1.
         """
         found = self.fused.get(device)
-        return None if found is None else _load(self.name, device, found)
+        return None if found is None else _load(self.name, device, found if isinstance(found, tuple) else (found,))
 
 
 def device_type(tensor: Tensor) -> str:
@@ -74,15 +74,18 @@ def device_type(tensor: Tensor) -> str:
 
 
 @cache
-def _load(name: str, device: str, fused: Fused) -> Callable[..., Any] | None:
+def _load(name: str, device: str, choices: tuple[Fused, ...]) -> Callable[..., Any] | None:
     if not _wanted(device):
         return None
-    try:
-        getattr(importlib.import_module(fused.library), fused.function)
-        return getattr(importlib.import_module(fused.module), name)
-    except Exception as error:  # whatever a broken installation raises, the plain implementation is right
-        log.warning("%s is not fused on %s: %s: %s", name, device, type(error).__name__, " ".join(str(error).split()))
-        return None
+    reasons = []
+    for fused in choices:
+        try:
+            getattr(importlib.import_module(fused.library), fused.function)
+            return getattr(importlib.import_module(fused.module), name)
+        except Exception as error:  # whatever a broken installation raises, the plain implementation is right
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    log.warning("%s is not fused on %s: %s", name, device, "; ".join(reasons))
+    return None
 
 
 def _wanted(device: str) -> bool:
