@@ -77,6 +77,9 @@ WORKS: dict[str, Works] = {
     "--distributed-timeout-minutes": Works("parallel.distributed_timeout_minutes", int),
     "--distributed-backend": Works("parallel.distributed_backend", says="gloo, nccl or hccl; absent: what the device offers (Megatron: nccl)"),
     "--make-vocab-size-divisible-by": Works("parallel.make_vocab_size_divisible_by", int, says="Megatron: 128"),
+    "--attention-backend": Works(
+        "features.attention_backend", says="auto, flash, transformer_engine (Megatron: fused), npu or torch (local); absent: as model.json says"
+    ),
     "--recompute-granularity": Works("features.recompute_granularity"),
     "--recompute-method": Works("features.recompute_method"),
     "--recompute-num-layers": Works("features.recompute_num_layers", int),
@@ -147,7 +150,7 @@ CHECKED: dict[str, Checked] = {
 
 BUILT_IN: dict[str, BuiltIn] = {
     "--use-mcore-models": BuiltIn("the model is made of megatron-core modules"),
-    "--use-flash-attn": BuiltIn("attention runs through scaled_dot_product_attention, which takes the device's fused kernel"),
+    "--use-flash-attn": BuiltIn("attention takes a fused kernel where the device has one; --attention-backend says which"),
     "--unaligned-linear": BuiltIn("with --sequence-parallel, lengths that the tensor-parallel size does not divide are padded"),
     "--variable-seq-lengths": BuiltIn("every micro-batch has its own length, at any pipeline size"),
     "--no-masked-softmax-fusion": BuiltIn("there is no such fusion"),

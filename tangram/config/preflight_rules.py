@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 
+from tangram.config.attention import check_attention
 from tangram.config.context import check_context
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
@@ -115,6 +116,10 @@ def tensor_parallel(subject: Subject) -> str:
 
 def context_parallel(subject: Subject) -> str:
     return check_context(subject.text, subject.run.parallel)
+
+
+def attention(subject: Subject) -> str:
+    return check_attention(subject.model, subject.run)
 
 
 def vocabulary(subject: Subject) -> str:
@@ -272,6 +277,7 @@ GATES: tuple[tuple[str, Rule], ...] = (("backend", backend), ("layers per stage"
 RULES: tuple[tuple[str, Rule], ...] = (
     ("tensor parallel", tensor_parallel),
     ("context parallel", context_parallel),
+    ("attention", attention),
     ("vocabulary", vocabulary),
     ("processes", world_size),
     ("experts", experts),

@@ -376,3 +376,22 @@ def test_heads_that_context_ranks_cannot_share(files: Files) -> None:
         "text_decoder.attention_dropout 0.1 cannot be drawn where keys travel round a ring (context_parallel_algo megatron_cp_algo); set it to 0, "
         "or use ulysses_cp_algo"
     )
+
+
+def test_libraries_of_attention_that_cannot_be_had(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn, TransformerEngine and torch_npu are not installed where tests run."""
+    flash = ["--attention-backend", "flash"]
+    ring = ["--context-parallel-size", "2", "--context-parallel-algo", "megatron_cp_algo"]
+    details = {finding.rule: finding.detail for finding in report(files, "--attention-backend", "torch").findings}
+    assert details["attention"] == "vision_encoder by torch, text_decoder by torch"
+    assert fault(files, *flash) == "vision_encoder: attention_backend flash takes float16 and bfloat16, not float32; set auto or torch"
+    absent = "vision_encoder: attention_backend flash needs the package flash_attn; install it, or set auto or torch"
+    assert fault(files, *flash, "--bf16") == absent
+    files.vision["attention_backend"] = "auto"
+    files.text["attention_backend"] = "npu"
+    assert fault(files).startswith("text_decoder: attention_backend npu needs the package torch_npu")
+    assert fault(files, *ring) == (
+        "text_decoder: attention_backend npu has no attention round a ring of ranks; set auto, flash or torch, or use ulysses_cp_algo"
+    )
+    files.text["attention_backend"], files.text["kv_channels"] = "flash", 320
+    assert fault(files, "--bf16") == "text_decoder: attention_backend flash takes heads of a width of up to 256, not 320; set auto or torch"
