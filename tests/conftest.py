@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.watchdog import Watch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,6 +24,10 @@ settings.register_profile("same", deadline=None, derandomize=True, database=None
 settings.load_profile("same")
 
 DEFAULT_TIMEOUT = 300
+STILL = 60
+"""Seconds without any work of a test or its processes after which it hangs, and fails. The limits are for those that never come to an end."""
+LOOK = 5
+"""Seconds between two looks at that; a test that is quicker is not looked at."""
 LONGEST = ("test_data_paths.py", "test_topologies.py", "test_alignment.py", "test_resume.py")
 """They take more than a minute, so they start first: one worker would still be at them when the others have nothing left."""
 
@@ -34,16 +41,22 @@ def _time_limit(item: pytest.Item, phase: str) -> Iterator[None]:
     """SIGALRM raises inside the test, so its own clean-up runs and its processes end."""
     marker = item.get_closest_marker("timeout")
     seconds = int(marker.args[0]) if marker else DEFAULT_TIMEOUT
+    begun, watch = time.monotonic(), None
 
-    def expire(*_: object) -> None:
-        pytest.fail(f"{phase} took more than {seconds} s", pytrace=True)
+    def look(*_: object) -> None:
+        nonlocal watch
+        watch = watch or Watch()
+        if watch.still() >= STILL:
+            pytest.fail(f"{phase} and its processes have done nothing for {STILL} s: they hang", pytrace=True)
+        if time.monotonic() >= begun + seconds:
+            pytest.fail(f"{phase} took more than {seconds} s", pytrace=True)
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, min(LOOK, seconds), LOOK)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import warnings
 
 MODULES = (
+    "megatron.core.models.backends",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.multi_token_prediction",
     "PIL.Image",
     "tokenizers",
     "torch.distributed.checkpoint",
@@ -21,7 +24,10 @@ MODULES = (
     "tangram.align.default_batch",
     "tangram.align.reference",
     "tangram.backends.fsdp2.engine",
+    "tangram.backends.megatron.communicator",
+    "tangram.backends.megatron.gradients",
     "tangram.cli.main",
+    "tangram.models.builtin",
     "tangram.models.vlm",
     "tangram.training.entry",
     "tangram.training.pretrain",
@@ -32,3 +38,7 @@ with warnings.catch_warnings():
     importlib.import_module("tangram.backends.megatron.cpu").adapt()
     for name in MODULES:
         importlib.import_module(name)
+    importlib.import_module("tangram.config.parsing").build_validators()
+# Collections of garbage in a child leave all this alone.
+gc.collect()
+gc.freeze()

@@ -100,6 +100,29 @@ def test_numbers_that_align_cannot_use_are_refused_first(option: str, value: str
     assert faults(capsys, "align", "--hf", "nowhere", option, value) == f"tangram: error: {message}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "processes", "said"),
+    [
+        (["--dp", "2", "--balance"], 2, "TP1 PP1 DP2 balanced"),
+        (["--cp", "2", "--ep", "4"], 4, "TP1 PP1 CP2 ulysses DP2 EP4"),
+        (["--cp", "4", "--ep", "2"], 4, "TP1 PP1 CP4 ulysses EP2"),
+        (["--ep", "2"], 2, "TP1 PP1 DP2 EP2"),
+    ],
+)
+def test_options_of_align_are_a_split(words: list[str], processes: int, said: str) -> None:
+    from tangram.cli.align import read_split
+    from tangram.cli.main import build_parser
+
+    split = read_split(build_parser().parse_args(["align", "--hf", "nowhere", *words]))
+    assert (split.processes, str(split)) == (processes, said)
+
+
+def test_balance_needs_copies_of_the_model_and_the_megatron_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "--balance has nothing to deal out with one copy of the model; give --dp of 2 or more, or leave it out"
+    assert faults(capsys, "align", "--hf", "nowhere", "--balance") == f"tangram: error: {message}\n"
+    assert "--balance: not of --backend fsdp2" in faults(capsys, "align", "--hf", "nowhere", "--backend", "fsdp2", "--balance")
+
+
 def test_a_number_of_processes_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for number in ("0", "-1"):
         assert f"--nproc-per-node {number} must be at least 1" in faults(capsys, "train", "run.yaml", "--nproc-per-node", number)

@@ -182,7 +182,7 @@ class Launch:
                 failed_at = now
             if now > deadline or (failed_at is not None and now > failed_at + 60):
                 break
-            time.sleep(0.01)
+            time.sleep(0.05)  # seldom enough to be no work; see ``tests.watchdog``
         codes = [process.exitcode for process in self.processes]
         self.kill()
         return Outcome(codes, [self.output(rank) for rank in range(len(self.logs))])

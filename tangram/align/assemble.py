@@ -5,12 +5,14 @@ Each rank writes a file of its own, so gathering needs no collective and cannot 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -75,11 +77,13 @@ def assemble(paths: Sequence[Path]) -> Iterator[Assembled]:
     for path in paths:
         for piece in read_pieces(path):
             by_name[piece.name].append(piece)
-    for name in sorted(by_name):
-        yield _assemble_one(name, by_name[name])
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
+        for name in sorted(by_name):
+            yield _assemble_one(name, by_name[name], files)
 
 
-def _assemble_one(name: str, pieces: list[Piece]) -> Assembled:
+def _assemble_one(name: str, pieces: list[Piece], files: Mapping[Path, Any]) -> Assembled:
     shapes = {piece.full_shape for piece in pieces}
     if len(shapes) != 1:
         raise PlacementError(f"{name}: ranks give it the full shapes {sorted(shapes)}")
@@ -91,13 +95,13 @@ def _assemble_one(name: str, pieces: list[Piece]) -> Assembled:
     full, filled = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     disagreement = 0.0
     for piece in pieces:
-        with safe_open(piece.file, framework="pt") as file:
-            value = file.get_tensor(piece.key)
+        value = files[piece.file].get_tensor(piece.key)
         region = tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))
         seen = filled[region].clone()
-        disagreement = max(disagreement, _difference(value[seen], full[region][seen]))
-        full[region] = torch.where(seen, full[region], value)
-        filled[region] = True
+        if seen.any():
+            disagreement = max(disagreement, _difference(value[seen], full[region][seen]))
+            value = torch.where(seen, full[region], value)
+        full[region], filled[region] = value, True
     if (counts == 0).any():
         lost = math.prod(shape) - int(filled.sum())
         raise PlacementError(f"{name}: no rank gave {lost} of its {math.prod(shape)} elements")
@@ -106,6 +110,8 @@ def _assemble_one(name: str, pieces: list[Piece]) -> Assembled:
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """As ``tangram.align.compare.relative_error``; NaN beside a number counts as infinite, NaN beside NaN as equal."""
+    if torch.equal(a, b):
+        return 0.0
     if torch.equal(torch.isnan(a), torch.isnan(b)):
         a, b = torch.nan_to_num(a), torch.nan_to_num(b)
         difference = float(torch.linalg.vector_norm(a.double() - b.double()))

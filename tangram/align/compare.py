@@ -130,8 +130,7 @@ def compare(actual: Observation, expected: Observation, attention_mask: torch.Te
     rows = [*extra, _row("loss", "loss", torch.tensor(actual.loss, dtype=torch.float64), torch.tensor(expected.loss, dtype=torch.float64))]
     problems = []
     if actual.logits.shape == expected.logits.shape:
-        real = attention_mask.bool()
-        rows.append(_row("logits", "logits", actual.logits[real], expected.logits[real], tuple(expected.logits.shape)))
+        rows.append(logits_row("logits", actual.logits, expected.logits, attention_mask))
     else:
         problems.append(f"logits have shape {tuple(actual.logits.shape)} instead of {tuple(expected.logits.shape)}")
     rounding = _rounding(expected.gradients.values())
@@ -148,6 +147,12 @@ def compare(actual: Observation, expected: Observation, attention_mask: torch.Te
         unexpected=tuple(sorted(actual.gradients.keys() - expected.gradients.keys())),
         problems=tuple(problems),
     )
+
+
+def logits_row(name: str, actual: torch.Tensor, expected: torch.Tensor, attention_mask: torch.Tensor) -> Row:
+    """Compare logits ``[B, S, V]`` where ``attention_mask`` ``[B, S]`` is 1."""
+    real = attention_mask.bool()
+    return _row(name, "logits", actual[real], expected[real], tuple(expected.shape))
 
 
 def _rounding(gradients: Iterable[torch.Tensor]) -> float:

@@ -46,15 +46,17 @@ STEPS, SECONDS = 2, 2.0
 """Steps of the video's time axis, and seconds from one to the next. More of either, and its time would reach further than its columns: there
 transformers 4.57 and 5 place the text after it differently."""
 
-SYNTHETIC_ROWS: Sequence[tuple[tuple[Grid, ...], int, int]] = (
+SyntheticRow = tuple[tuple[Grid, ...], int, int]
+"""Patches (time, height, width) of the media, where more than one step is a video, tokens of the question, tokens of the answer."""
+
+SYNTHETIC_ROWS: Sequence[SyntheticRow] = (
     (((1, 8, 12),), 5, 4),
     ((), 9, 6),
     (((1, 4, 4), (1, 6, 10)), 7, 3),
     (((1, 10, 6),), 3, 8),
     (((STEPS, 4, 10), (1, 4, 4)), 4, 5),
 )
-"""Rows of the made-up batch: patches (time, height, width) of the media, where more than one step is a video, tokens of the question, tokens
-of the answer."""
+"""Rows of the made-up batch: with an image, without, with two images of different size, with an image, with a video and an image."""
 
 
 def with_positions(batch: Mapping[str, torch.Tensor], family: Family, model: ModelConfig) -> Tensors:
@@ -66,9 +68,8 @@ def with_positions(batch: Mapping[str, torch.Tensor], family: Family, model: Mod
     return {**batch, "position_ids": positions}
 
 
-def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
-    """Rows of random tokens within the vocabulary: with an image, without, with two images of different size, with an image, and where the
-    model has videos, with a video and an image."""
+def synthetic_batch(family: Family, model: ModelConfig, rows: Sequence[SyntheticRow] = SYNTHETIC_ROWS) -> Tensors:
+    """Rows of random tokens within the vocabulary and random pixels; for a model without videos those without videos."""
     generator = torch.Generator().manual_seed(0)
     special = {model.img_context_token_id, model.video_token_id, model.vision_start_token_id}
     ordinary = torch.tensor([token for token in range(model.text_decoder.vocab_size) if token not in special])
@@ -77,8 +78,8 @@ def synthetic_batch(family: Family, model: ModelConfig) -> Tensors:
         found: list[int] = ordinary[torch.randint(len(ordinary), (count,), generator=generator)].tolist()
         return found
 
-    samples = []
-    for number, (grids, question, answer) in enumerate(SYNTHETIC_ROWS if has_videos(model) else SYNTHETIC_ROWS[:-1]):
+    samples, chosen = [], [row for row in rows if has_videos(model) or all(steps == 1 for steps, _, _ in row[0])]
+    for number, (grids, question, answer) in enumerate(chosen):
         sample, prompt = EncodedSample(number), words(2)
         for grid in [fixed_grid(model) or grid for grid in grids] if model.image_encoder else ():
             prompt += _placeholders(model, grid) + words(1)

@@ -23,14 +23,21 @@ PRELOAD: Mapping[str, Sequence[str]] = {
     "megatron": (
         "tangram.backends.megatron.cpu:adapt",
         "megatron.core.distributed",
+        "megatron.core.models.backends",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
+        "megatron.core.transformer.multi_token_prediction",
         "tangram.align.on_megatron",
+        "tangram.backends.megatron.communicator",
+        "tangram.backends.megatron.gradients",
+        "tangram.models.marks",
+        "tangram.models.builtin",
         "tangram.models.vlm",
     ),
     "fsdp2": ("transformers.modeling_utils", "torch.distributed.fsdp", "tangram.align.on_fsdp2"),
 }
 """Modules that ranks of a backend import sooner or later, and a function to call first."""
+BUILD_VALIDATORS = "tangram.config.parsing:build_validators"
 
 
 class WorkerError(TangramError):
@@ -150,7 +157,7 @@ def _preload(tasks: Sequence[Task]) -> list[str]:
     if current().name != "cpu":
         return []
     backends = sorted({task.split.backend for task in tasks})
-    return ["tangram.align.worker", *(name for backend in backends for name in PRELOAD[backend])]
+    return ["tangram.align.worker", "tangram.families.builtin", *(name for backend in backends for name in PRELOAD[backend]), BUILD_VALIDATORS]
 
 
 def log_file(work: Path) -> Path:

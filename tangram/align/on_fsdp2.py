@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from tangram.align.batch import blank_like
+from tangram.align.pack import by_rows
 from tangram.align.task import Task
 from tangram.backends.engine import Batch, CanonicalTensor
 from tangram.backends.fsdp2.engine import Fsdp2Engine
@@ -32,10 +33,8 @@ class OnFsdp2:
 
     def logits(self, mine: Sequence[Batch], shape: tuple[int, int]) -> Iterator[CanonicalTensor]:
         for batch, logits in zip(mine, self.engine.logits(mine), strict=True):
-            seen = logits.float().cpu()
-            if batch["sample_ids"]:
-                whole = nn.functional.pad(seen, (0, 0, 0, shape[1] - seen.shape[1]))
-                yield CanonicalTensor("logits", (batch["sample_ids"][0], 0, 0), (*shape, seen.shape[-1]), whole)
+            for row, whole in by_rows(batch, logits.float().cpu(), shape[1]):
+                yield CanonicalTensor("logits", (row, 0, 0), (*shape, whole.shape[-1]), whole)
 
     def frozen(self) -> list[str]:
         return sorted(name for name, parameter in self.engine.parameters.items() if not parameter.requires_grad)

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tangram.align.batch import blank_like
+from tangram.align.pack import by_rows
 from tangram.align.task import Split, Task
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor
@@ -50,15 +52,24 @@ class OnMegatron:
         kept = self._step.logits = []
         self.engine.evaluate(mine)
         self._step.logits = None
-        for rows, logits in kept:
+        for batch, logits in kept:
             start = self.engine.ranks.tensor_parallel_rank * logits.shape[-1]
             real = min(logits.shape[-1], self.vocabulary - start)
             if real > 0:
-                whole = torch.nn.functional.pad(logits[..., :real], (0, 0, 0, shape[1] - logits.shape[1]))
-                yield CanonicalTensor("logits", (rows[0], 0, start), (*shape, self.vocabulary), whole)
+                for row, whole in by_rows(batch, logits[..., :real], shape[1]):
+                    yield CanonicalTensor("logits", (row, 0, start), (*shape, self.vocabulary), whole)
 
     def frozen(self) -> list[str]:
-        return []
+        own = {
+            block.canonical
+            for chunk in self.engine.chunks
+            for name, tensor in chunk.placement.tensors.items()
+            for block in tensor.blocks
+            if not (chunk.parameters[name].requires_grad or getattr(chunk.parameters[name], "idle", False))
+        }
+        every: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(every, own - {None})
+        return sorted(set().union(*every))
 
     def close(self) -> None:
         shutdown()
@@ -67,13 +78,13 @@ class OnMegatron:
 class _ObservingStep:
     """Forward step that computes the per-token loss, or, while ``logits`` is a list, collects logits instead.
 
-    Each entry of ``logits`` is (row numbers of the batch, this tensor-parallel rank's logits ``[b, s, V / TP]``).
+    Each entry of ``logits`` is (micro-batch, this tensor-parallel rank's logits ``[b, s, V / TP]``).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.device = current().use(int(os.environ.get("LOCAL_RANK", "0")))
-        self.logits: list[tuple[list[int], torch.Tensor]] | None = None
+        self.logits: list[tuple[Batch, torch.Tensor]] | None = None
 
     def __call__(self, iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, Any]:
         batch = next(iterator)
@@ -81,7 +92,7 @@ class _ObservingStep:
         if self.logits is None:
             return model(**inputs), self._loss
         del inputs["labels"]
-        return model(**inputs), lambda output: self._keep(batch["sample_ids"], output["logits"])
+        return model(**inputs), lambda output: self._keep(batch, output["logits"])
 
     @staticmethod
     def _loss(output: Any) -> Any:
@@ -89,8 +100,7 @@ class _ObservingStep:
         terms = reduce_token_losses(losses["token_losses"], losses["samples"], "per_token_loss")
         return report_loss(terms.numerator, terms.denominator)
 
-    def _keep(self, rows: list[int], logits: torch.Tensor) -> Any:
+    def _keep(self, batch: Batch, logits: torch.Tensor) -> Any:
         assert self.logits is not None
-        if rows:
-            self.logits.append((rows, logits.detach().float().cpu()))
+        self.logits.append((batch, logits.detach().float().cpu()))
         return report_loss(logits.new_zeros(()), 0)

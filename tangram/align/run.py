@@ -15,7 +15,7 @@ import torch
 
 from tangram.align.assemble import Assembled, assemble
 from tangram.align.batch import read_batch, write_batch
-from tangram.align.compare import TOLERANCES, Report, Row, compare
+from tangram.align.compare import TOLERANCES, Report, Row, compare, logits_row
 from tangram.align.default_batch import default_batch, with_positions
 from tangram.align.launch import finish, running
 from tangram.align.observation import Observation, write_observation
@@ -122,6 +122,7 @@ def align(
     tolerance: float | None = None,
     plugins: Sequence[str] = (),
     checkpoint: Path | Sequence[Path] | None = None,
+    pack: bool = False,
 ) -> list[Outcome]:
     """Compare the split model with Hugging Face's on one batch.
 
@@ -136,6 +137,8 @@ def align(
         plugins: Python files or folders to import first; they register families and components.
         checkpoint: a training checkpoint, or an ``mp_rank`` directory of the split, whose weights the split model takes; that ``hf_dir`` holds
             the same model is then what is shown. One for all splits, or one for each.
+        pack: run all rows once more, packed into one as training packs samples. Each then counts twice, in loss and gradients alike, so that
+            both stay those of the reference, which sees each row alone; logits of the packed row are compared sample by sample.
 
     Raises:
         TangramError: the directory, split, or batch cannot be used, or a process failed.
@@ -148,7 +151,7 @@ def align(
         file = write_batch(batch, work)
         weights = [checkpoint] * len(splits) if checkpoint is None or isinstance(checkpoint, Path) else list(checkpoint)
         tasks = [
-            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size, checkpoint=own)
+            make_task(subject, split, file, work / f"split_{number}", dtype=dtype, micro_batch_size=micro_batch_size, checkpoint=own, pack=pack)
             for number, (split, own) in enumerate(zip(splits, weights, strict=True))
         ]
         check_run_files(tasks)
@@ -158,10 +161,14 @@ def align(
         expected = canonical(expected, subject)
         outcomes = []
         for task in tasks:
-            actual, replicas = collect(task)
+            actual, extra = collect(task)
             wanted, frozen = without_frozen(expected, task)
             limit = TOLERANCES[dtype] if tolerance is None else tolerance
-            report = compare(actual, wanted, batch["attention_mask"], limit, extra=replicas)
+            if pack:
+                rows, mask = len(expected.logits), batch["attention_mask"]
+                extra.append(logits_row("logits of the packed row", actual.logits[rows:], expected.logits, mask))
+                actual = replace(actual, logits=actual.logits[:rows])
+            report = compare(actual, wanted, batch["attention_mask"], limit, extra=extra)
             outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, (*notes, *frozen)))
             if dump is not None and task is tasks[-1]:
                 write_batch(batch, dump)
@@ -196,7 +203,7 @@ def without_frozen(expected: Observation, task: Task) -> tuple[Observation, list
     """The reference without gradients of parameters that the task froze, and a note that says how many."""
     frozen = json.loads(_written(task.folder / RESULT_FILE).read_text(encoding="utf-8"))["frozen"]
     kept = {name: value for name, value in expected.gradients.items() if name not in set(frozen)}
-    note = [f"{len(frozen)} frozen parameters (model.freeze) have no gradient to compare: {name_some(frozen)}"] if frozen else []
+    note = [f"{len(frozen)} frozen parameters have no gradient to compare: {name_some(frozen)}"] if frozen else []
     return replace(expected, gradients=kept), note
 
 
@@ -233,6 +240,7 @@ def make_task(
     micro_batch_size: int | None = None,
     seed: int | None = None,
     checkpoint: Path | None = None,
+    pack: bool = False,
     curve: Curve | None = None,
 ) -> Task:
     """What the processes are told, in part by a run file that is written to ``out``. Without ``micro_batch_size`` the batch becomes two
@@ -255,6 +263,7 @@ def make_task(
         checkpoint=str(checkpoint.resolve()) if checkpoint else None,
         batch=str(batch_file.resolve()),
         micro_batch_size=micro_batch_size,
+        pack=pack,
         curve=curve,
         out=str(out.resolve()),
     )
@@ -264,7 +273,8 @@ def collect(task: Task) -> tuple[Observation, list[Row]]:
     """Put together what the ranks of a finished task wrote.
 
     Returns:
-        The split model's observation, and a row that says how far ranks which hold the same elements of a gradient differ.
+        The split model's observation, with the logits of a packed row below those of the batch, and a row that says how far ranks which hold
+        the same elements of a gradient differ.
 
     Raises:
         PlacementError: elements of a gradient or of the logits that no rank gave.

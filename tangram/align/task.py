@@ -10,7 +10,6 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from tangram.align.sharded import Sharded, read_run_file
 from tangram.config.data import BasicParameters, DataConfig, DatasetParam, PreprocessParameters
-from tangram.config.experts import check_experts
 from tangram.config.model import LayerList, ModelConfig, TokenDispatcher
 from tangram.config.parsing import Section, parse_section
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
@@ -28,6 +27,8 @@ class Split(Section):
     """How the model is divided over processes on the megatron backend."""
 
     tensor: int = Field(default=1, ge=1)
+    vision_tensor: int | None = Field(default=None, ge=1)
+    """Of the vision encoder. None: ``tensor``."""
     pipeline: int = Field(default=1, ge=1)
     virtual: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
@@ -40,7 +41,7 @@ class Split(Section):
     data: int = Field(default=1, ge=1)
     """Copies of the model; each takes its share of the micro-batches."""
     expert: int = Field(default=1, ge=1)
-    """Of the copies, those that divide a layer's experts."""
+    """Of the copies and of the ranks that share a micro-batch's tokens, those that divide a layer's experts."""
     dispatcher: TokenDispatcher | None = None
     """How tokens reach their experts. None: as the model's config says."""
     vit_pp_layers: LayerList | None = None
@@ -70,6 +71,7 @@ class Split(Section):
             ParallelConfig,
             {
                 "tensor_model_parallel_size": self.tensor,
+                "vision_tensor_model_parallel_size": self.vision_tensor,
                 "sequence_parallel": self.sequence_parallel,
                 "pipeline_model_parallel_size": self.pipeline,
                 "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
@@ -84,40 +86,31 @@ class Split(Section):
             "the split",
         )
 
+    def parallel_of(self, model: ModelConfig) -> ParallelConfig:
+        """The run's settings of the axes and the layers per stage.
+
+        Raises:
+            ConfigError: as ``parallel``, or fewer layers than stages.
+        """
+        layers = model.text_decoder.num_layers
+        text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
+        return self.parallel.model_copy(update={"vit_pp_layers": self.vit_pp_layers, "llm_pp_layers": text})
+
     def topology(self, model: ModelConfig) -> Topology:
         """The topology, checked against the model.
 
         Raises:
-            ConfigError: as ``Topology.build`` and ``check_experts``, and where a layer list disagrees with ``pipeline`` or ``virtual``, or the copies
-                cannot be divided by ``expert``.
+            ConfigError: as ``parallel_of`` and ``ParallelConfig.topology``, and where the copies cannot be divided by ``expert``.
         """
-        check_experts(model, expert=self.expert, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
-        if self.data % self.expert:
-            raise ConfigError(f"{self.data} copies of the model cannot be divided into expert-parallel groups of {self.expert}; change --dp or --ep")
-        vision = model.image_encoder.vision_encoder.num_layers if model.image_encoder else 0
-        layers = model.text_decoder.num_layers
-        text = self.llm_pp_layers if self.llm_pp_layers is not None else even_layers(layers, self.virtual, self.pipeline)
-        topology = Topology.build(
-            vision_layers=vision,
-            text_layers=layers,
-            tensor=self.tensor,
-            vit_pp_layers=self.vit_pp_layers,
-            llm_pp_layers=text,
-            expert=self.expert,
-            sequence_parallel=self.sequence_parallel,
-            context=self.context,
-            ring=self.parallel.context_parallel_ring,
-            vision_balance=self.balance,
-        )
-        if (topology.virtual, topology.pipeline) != (self.virtual, self.pipeline):
-            raise ConfigError(
-                f"llm_pp_layers {text} describes {topology.pipeline} pipeline ranks with {topology.virtual} virtual stages, but "
-                f"{self.pipeline} with {self.virtual} are asked for; change the list, --pp or --vpp"
-            )
+        topology = self.parallel_of(model).topology(model)
+        if self.processes % topology.process_unit:
+            shared = f" x --cp {self.context}" if self.context > 1 else ""
+            raise ConfigError(f"--dp {self.data}{shared} ranks cannot be divided into expert-parallel groups of {self.expert}; change --dp or --ep")
         return topology
 
     def __str__(self) -> str:
         parts = [f"TP{self.tensor}{' SP' if self.sequence_parallel else ''}", f"PP{self.pipeline}"]
+        parts += [f"vision TP{self.vision_tensor}"] if self.vision_tensor is not None else []
         parts += [f"VPP{self.virtual}"] if self.virtual > 1 else []
         parts += [f"CP{self.context} {self.context_algo}"] if self.context > 1 else []
         parts += [f"DP{self.data}"] if self.data > 1 else []
@@ -167,6 +160,8 @@ class Task(Section):
     batch: str
     """File of the batch."""
     micro_batch_size: int = Field(ge=1)
+    pack: bool = False
+    """Run all rows once more, packed into one."""
     curve: Curve | None = None
     out: str
     """Folder for what the ranks find."""
@@ -193,7 +188,7 @@ class Task(Section):
         return self._megatron_run(self.split)
 
     def _megatron_run(self, split: Split) -> RunConfig:
-        topology = split.topology(self.model)
+        split.topology(self.model)
         curve = self.curve or Curve(steps=1, lr=1e-3)
         return RunConfig(
             model=ModelSource(config=_without_dropout(self.model), hf_dir=self.hf_dir, load=None if self.seed is not None else self.hf_dir),
@@ -203,9 +198,7 @@ class Task(Section):
                     basic_parameters=BasicParameters(dataset=self.batch),
                 )
             ),
-            parallel=split.parallel.model_copy(
-                update={"vit_pp_layers": [list(row) for row in topology.vision], "llm_pp_layers": [list(row) for row in topology.text]}
-            ),
+            parallel=split.parallel_of(self.model),
             training=TrainingConfig(
                 micro_batch_size=self.micro_batch_size,
                 dtype=self.dtype,

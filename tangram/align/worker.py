@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tangram.align.assemble import write_pieces
 from tangram.align.batch import micro_batches, read_batch
+from tangram.align.pack import pack_rows
 from tangram.align.task import RESULT_FILE, Task, TaskList, fault_file, gradient_file, logits_file
 from tangram.backends.engine import Batch, CanonicalTensor, RunnableEngine
 from tangram.checkpoints.dcp_reader import DCPReader
@@ -52,7 +53,7 @@ class Runner(Protocol):
         """Logits as rectangles of ``[*shape, V]``, without padding of the vocabulary; zeros past a micro-batch's length."""
 
     def frozen(self) -> list[str]:
-        """Canonical names of parameters that are not trained."""
+        """Canonical names of parameters that are not trained, on any rank. Every rank must call it."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -96,7 +97,8 @@ def run_task(task: Task, rank: int) -> None:
     runner = _runner(task, run)
     _load(runner, task)
     batch = read_batch(Path(task.batch), task.model)
-    mine = runner.share(micro_batches(batch, task.model, task.micro_batch_size))
+    parts = micro_batches(batch, task.model, task.micro_batch_size)
+    mine = runner.share([*parts, pack_rows(batch)] if task.pack else parts)
     if task.curve is not None:
         _train(runner.engine, mine, task, rank)
     else:
@@ -132,13 +134,14 @@ def _load(runner: Runner, task: Task) -> None:
 
 def _observe(runner: Runner, mine: list[dict[str, Any]], batch: dict[str, torch.Tensor], task: Task, rank: int) -> None:
     engine, (rows, columns) = runner.engine, batch["input_ids"].shape
-    write_pieces(runner.logits(mine, (rows, columns)), logits_file(task.folder, rank))
+    write_pieces(runner.logits(mine, (2 * rows if task.pack else rows, columns)), logits_file(task.folder, rank))
     if task.dtype == "fp16":
         _settle_loss_scale(engine, mine)
     result = engine.forward_backward(mine)
     write_pieces(engine.canonical_gradients(), gradient_file(task.folder, rank))
+    frozen = runner.frozen()
     if rank == 0:
-        _write_result(task, {"loss": result.loss, "tokens": result.tokens, "frozen": runner.frozen()})
+        _write_result(task, {"loss": result.loss, "tokens": result.tokens, "frozen": frozen})
 
 
 def _settle_loss_scale(engine: RunnableEngine, mine: list[dict[str, Any]]) -> None:

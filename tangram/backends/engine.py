@@ -35,6 +35,20 @@ class ForwardResult:
     load_balancing: float | None = None
     """Of the training of a model whose experts are balanced by a loss: that loss without its weight, a mean over micro-batches and layers. 1 where
     all experts get the same."""
+    own_loss: float | None = None
+    """What this rank alone found: the sum of its micro-batches' losses over ``weight``. None: it computes none."""
+
+
+@dataclass(frozen=True)
+class RankNorms:
+    """2-norms of the gradients that this rank alone holds, before clipping."""
+
+    own: float
+    """Of all that its optimizer updates."""
+    shared: float | None = None
+    """Of those among them that every rank of ``group`` has a copy of; the copies must not come apart. None: there are none."""
+    group: int = 0
+    """The lowest rank of those that have the same copies."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,8 @@ class StepResult:
     grad_norm: float
     skipped: bool
     """True where a loss or gradient was not finite: weights, moments and schedule stay as they were."""
+    rank: RankNorms | None = None
+    """This rank's part, which differs from rank to rank."""
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,10 @@ class RunFacts:
         topology = self.topology
         return {
             "tensor": topology.tensor,
+            # This one and context are absent where they say nothing, so that checkpoints from before there were any read alike.
+            **({"vision_tensor": topology.tensor_of("vision")} if topology.vision_copies > 1 else {}),
             "pipeline": topology.pipeline,
             "virtual": topology.virtual,
-            # Absent in checkpoints of 1, so that those from before there was any other read alike.
             **({"context": topology.context} if topology.context > 1 else {}),
             "data_parallel": self.data_parallel,
             "vit_pp_layers": [list(row) for row in topology.vision],

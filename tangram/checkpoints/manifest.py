@@ -166,7 +166,7 @@ _LISTS = "pipeline_num_layers of model.json or the run config's"
 _RUN_PLACES = {
     "family": "model_id of model.json",
     "tp_size": "the launch flag --tensor-model-parallel-size",
-    "vit_tp_size": "the launch flag --tensor-model-parallel-size, which the vision encoder shares",
+    "vit_tp_size": "the launch flag --vision-tensor-model-parallel-size (absent: --tensor-model-parallel-size)",
     "ep_size": "the launch flag --expert-model-parallel-size",
     "pipeline size": "the launch flag --pipeline-model-parallel-size with its layer lists",
     "virtual stages": f"the rows of {_LISTS} layer lists",

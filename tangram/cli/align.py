@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +22,19 @@ examples:
   tangram align --hf runs/tiny --pp 2 --vit-pp-layers [2,2] --llm-pp-layers [0,4]
   tangram align --hf runs/tiny --pp 2 --vpp 2 --dump runs/seen     then look at logits.safetensors and grads.safetensors
   tangram align --hf runs/tiny --cp 4 --cp-algo hybrid --ulysses-degree 2
+  tangram align --hf runs/tiny --dp 2 --balance                    pictures dealt out over the copies
   tangram align --hf runs/tiny --tp 2 --dp 2 --steps 20            compare a training curve instead of one batch
   tangram align --hf runs/tiny --backend fsdp2 --nproc 2
   tangram align --hf runs/tiny --backend fsdp2 --nproc 2 features.enable_chunk_loss=true parallel.ulysses_parallel_size=2
 
 On the fsdp2 backend the settings are keys of the run file; blocks, merger and layers are sharded where they do not say otherwise
-(parallel.fsdp_plan.apply_modules). --tp, --sp, --cp, --pp, --vpp, --dp, --ep and the layer lists are megatron's.
+(parallel.fsdp_plan.apply_modules). --tp, --sp, --cp, --pp, --vpp, --dp, --ep, --balance and the layer lists are megatron's.
 
 The exit status is 0 if everything lies within the tolerance, else 1.
 """
 MEGATRON_OPTIONS = (
-    *("--tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
-    *("--vit-pp-layers", "--llm-pp-layers"),
+    *("--tp", "--vision-tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),
+    *("--balance", "--vit-pp-layers", "--llm-pp-layers"),
 )
 
 
@@ -47,6 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--backend", choices=("megatron", "fsdp2"), default="megatron", help="what runs the split model (megatron)")
     parser.add_argument("--nproc", type=int, default=None, metavar="N", help="fsdp2: processes (1)")
     parser.add_argument("--tp", type=int, default=None, metavar="N", help="tensor-parallel size (1)")
+    own = "tensor-parallel size of the vision encoder, a divisor of --tp (the same); what is left over are copies that encode pictures of their own"
+    parser.add_argument("--vision-tp", type=int, default=None, metavar="N", help=own)
     parser.add_argument("--sp", action="store_true", default=None, help="sequence parallelism over the tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=None, metavar="N", help="context-parallel size: ranks that share the tokens of a micro-batch (1)")
     parser.add_argument("--cp-algo", choices=("ulysses", "ring", "hybrid"), default=None, help="how they attend (ulysses)")
@@ -54,7 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline-parallel size (as --llm-pp-layers says, or 1)")
     parser.add_argument("--vpp", type=int, default=None, metavar="N", help="virtual stages per pipeline rank (as --llm-pp-layers says, or 1)")
     parser.add_argument("--dp", type=int, default=None, metavar="N", help="copies of the model, each with its share of the batch (1)")
-    parser.add_argument("--ep", type=int, default=None, metavar="N", help="of the copies, those that divide the experts (1); --dp is then at least N")
+    experts = "of the --dp x --cp ranks, those that divide the experts (1); --dp is then as large as that needs"
+    parser.add_argument("--ep", type=int, default=None, metavar="N", help=experts)
+    parser.add_argument("--balance", action="store_true", default=None, help="the copies of --dp deal out their pictures and videos among them")
     parser.add_argument("--vit-pp-layers", metavar="LIST", help="vision layers per stage, such as [2,2] or [[2,1],[1,0]] (all on the first)")
     parser.add_argument("--llm-pp-layers", metavar="LIST", help="text layers per stage (evenly)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of the split model; the reference is fp32 (fp32)")
@@ -62,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     tensors = f"input_ids, labels, attention_mask[, {media}, position_ids]"
     parser.add_argument("--batch", metavar="FILE", type=Path, help=f"safetensors file with {tensors} (photographs and questions of our own)")
     parser.add_argument("--micro-batch-size", type=int, default=None, metavar="N", help="rows per micro-batch (half of the batch)")
+    parser.add_argument("--pack", action="store_true", help="run all rows once more, packed into one, each seeing itself alone")
     parser.add_argument("--tolerance", type=float, default=None, metavar="X", help="largest relative error (fp32 1e-5, fp16 5e-2, bf16 0.2)")
     parser.add_argument("--dump", metavar="DIR", type=Path, help="write batch.safetensors, logits.safetensors, grads.safetensors of the split model")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
@@ -86,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--lr {args.lr} must be a number above 0")
     if args.steps is None:
         return _compare_batch(args, split)
-    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32":
-        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint and --dtype")
+    if args.dump is not None or args.checkpoint is not None or args.dtype != "fp32" or args.pack:
+        raise ConfigError("--steps compares losses in fp32 from the weights of --hf; leave out --dump, --checkpoint, --dtype and --pack")
     return _compare_curves(args, split)
 
 
@@ -105,6 +112,7 @@ def _compare_batch(args: argparse.Namespace, split: Split | Sharded) -> int:
         tolerance=args.tolerance,
         plugins=args.plugin,
         checkpoint=args.checkpoint,
+        pack=args.pack,
     )
     for note in outcome.notes:
         print(note)
@@ -168,15 +176,18 @@ def read_split(args: argparse.Namespace) -> Split:
 
     vision, text = read_layers(args.vit_pp_layers, "--vit-pp-layers"), read_layers(args.llm_pp_layers, "--llm-pp-layers")
     grid = layer_grid(text, "--llm-pp-layers") if text is not None else ((0,),)
-    copies = {"data": args.dp or args.ep or 1, "expert": args.ep or 1}
-    sizes = {"tensor": args.tp or 1, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
-    for name in ("--tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
+    experts = args.ep or 1
+    copies = {"data": args.dp or experts // gcd(experts, args.cp or 1), "expert": experts, "balance": bool(args.balance)}
+    sizes = {"tensor": args.tp or 1, "vision_tensor": args.vision_tp, "pipeline": args.pp or len(grid[0]), "virtual": args.vpp or len(grid), **copies}
+    for name in ("--tp", "--vision-tp", "--cp", "--pp", "--vpp", "--dp", "--ep", "--ulysses-degree"):
         value = getattr(args, name[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
     if (args.cp or 1) == 1 and (args.cp_algo or args.ulysses_degree):
         given = f"--cp-algo {args.cp_algo}" if args.cp_algo else f"--ulysses-degree {args.ulysses_degree}"
         raise ConfigError(f"{given} has no effect without context-parallel ranks; give --cp of 2 or more, or leave it out")
+    if args.balance and copies["data"] == 1:
+        raise ConfigError("--balance has nothing to deal out with one copy of the model; give --dp of 2 or more, or leave it out")
     shared = {"context": args.cp or 1, "context_algo": args.cp_algo or "ulysses", "ulysses": args.ulysses_degree}
     return parse_section(
         Split, {**sizes, **shared, "sequence_parallel": bool(args.sp), "vit_pp_layers": vision, "llm_pp_layers": text}, "tangram align"

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _needed(config: RunConfig) -> int:
     """Processes that the split needs."""
     if config.fsdp2 is None:
-        return config.topology().ranks_of_a_batch
+        return config.topology().process_unit
     from tangram.config.fsdp2_sizes import least_processes
 
     return least_processes(config.fsdp2.parallel)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tangram.config.model import ExpertKeys, ModelConfig
+from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig
 from tangram.errors import ConfigError
+from tangram.platform import current
 
 
 def check_experts(model: ModelConfig, *, expert: int, tensor: int, sequence_parallel: bool) -> None:
@@ -28,3 +29,40 @@ def check_experts(model: ModelConfig, *, expert: int, tensor: int, sequence_para
         )
     if text.moe_router_topk == 1:
         raise ConfigError("moe_router_topk 1: the weight of the only expert is always 1, so the router cannot learn; use 2 or more")
+
+
+def runs_grouped(text: TextDecoderConfig, *, tensor: int, itemsize: int) -> bool:
+    """Whether the experts of a rank run as one grouped product on this platform; else they run one after the other.
+
+    Args:
+        itemsize: bytes of one number of the run's type.
+
+    Raises:
+        ConfigError: ``moe_grouped_gemm`` asks for it where it cannot be had.
+    """
+    assert isinstance(text, ExpertKeys)
+    device = current().name
+    # On the cpu the kernel is a loop itself, and stacks weights besides.
+    if text.moe_grouped_gemm is False or (text.moe_grouped_gemm is None and device == "cpu"):
+        return False
+    obstacle = _obstacle(text, device, tensor, itemsize)
+    if text.moe_grouped_gemm and obstacle is not None:
+        raise ConfigError(f"moe_grouped_gemm: {obstacle}; set it to false, or leave it out")
+    return obstacle is None
+
+
+def _obstacle(text: TextDecoderConfig, device: str, tensor: int, itemsize: int) -> str | None:
+    """Why there is no grouped product."""
+    from tangram.platform.operators import grouped, grouped_linear
+
+    assert isinstance(text, ExpertKeys)
+    kernel = grouped_linear.fused_on(device)
+    if kernel is None:
+        return f"{device} has no kernel of grouped products, or the environment switches it off (TANGRAM_FUSED_OPS)"
+    hidden, width = text.hidden_size, text.moe_intermediate_size // tensor
+    if kernel is grouped.grouped_linear and not grouped.fits(hidden, width, itemsize=itemsize):
+        return (
+            f"torch's kernel takes rows of a multiple of {grouped.ROW_BYTES} bytes, and those of hidden_size {hidden} have {hidden * itemsize}, "
+            f"those of moe_intermediate_size {text.moe_intermediate_size} / tensor-parallel size {tensor} have {width * itemsize}"
+        )
+    return None

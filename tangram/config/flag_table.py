@@ -56,6 +56,9 @@ WORKS: dict[str, Works] = {
     "--load": Works("model.load", says="weights: a Hugging Face directory, an mp_rank directory or a training checkpoint; absent: random"),
     "--cast-weights": Works("model.cast_weights", const=True, says="change the type of loaded weights to --bf16, --fp16 or fp32"),
     "--tensor-model-parallel-size": Works("parallel.tensor_model_parallel_size", int),
+    "--vision-tensor-model-parallel-size": Works(
+        "parallel.vision_tensor_model_parallel_size", int, says="of the vision encoder, a divisor of the size above; absent: the same"
+    ),
     "--pipeline-model-parallel-size": Works("parallel.pipeline_model_parallel_size", int),
     "--sequence-parallel": Works("parallel.sequence_parallel", const=True, says="needs --tensor-model-parallel-size of 2 or more"),
     "--virtual-pipeline-model-parallel-size": Works(
@@ -66,9 +69,12 @@ WORKS: dict[str, Works] = {
         "parallel.context_parallel_algo", says="ulysses_cp_algo (MindSpeed's default), megatron_cp_algo (ring) or hybrid_cp_algo"
     ),
     "--ulysses-degree-in-cp": Works("parallel.ulysses_degree_in_cp", int, says="hybrid_cp_algo: ranks that share the heads"),
-    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data-parallel ranks over which experts are divided"),
+    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="context- and data-parallel ranks that divide experts"),
     "--moe-token-dispatcher-type": Works(
         "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
+    ),
+    "--moe-grouped-gemm": Works(
+        "parallel.moe_grouped_gemm", const=True, says="absent: as model.json says, or where an accelerator has a kernel for it (Megatron: off)"
     ),
     "--encoder-dp-balance": Works("parallel.encoder_dp_balance", const=True, says="needs the whole vision encoder on one stage"),
     "--use-distributed-optimizer": Works("parallel.use_distributed_optimizer", const=True),
@@ -160,6 +166,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 _STRUCTURE = "the model's structure comes from model.json; set it there"
 _DATA = "samples come from data.json; set it there"
 _LATER = "not supported yet; remove it"
+_STAGES = "the encoder's stages are the numbers above 0 in vision_encoder.pipeline_num_layers"
 _NPU = "a setting of one device's kernels; remove it"
 
 REFUSED: dict[str, Refused] = {
@@ -188,7 +195,13 @@ REFUSED: dict[str, Refused] = {
     "--log-throughput": Refused("its figure is wrong for pictures of many sizes; use --log-tps"),
     "--calculate-square-loss": Refused(_LATER),
     "--calculate-token-loss": Refused("write --calculate-per-token-loss"),
-    "--hetero-parallel": Refused(_LATER),
+    "--hetero-parallel": Refused(
+        "the encoder's tp is --vision-tensor-model-parallel-size, its pp vision_encoder.pipeline_num_layers, and no ranks are its own; remove it "
+        "(docs/parallelism.md)"
+    ),
+    "--hetero-encoder-mbs-scale": Refused("a micro-batch's pictures are dealt out over the encoder's copies, whatever its size; remove it"),
+    "--encoder-tensor-model-parallel-size": Refused("write --vision-tensor-model-parallel-size"),
+    "--encoder-pipeline-model-parallel-size": Refused(f"{_STAGES}; remove it"),
     "--enable-dummy-optimizer": Refused("stages whose weights are all frozen need no flag; remove it"),
     "--weight-decay-exclude-modules": Refused(_LATER),
     "--lr-scale-modules": Refused(_LATER),

@@ -132,6 +132,8 @@ def _build(namespace: argparse.Namespace) -> RunConfig:
         namespace.seq_length,
         parallel.get("sequence_parallel", False),
         parallel.get("context_parallel_size", 1),
+        parallel.get("tensor_model_parallel_size", 1),
+        parallel.get("vision_tensor_model_parallel_size"),
     )
     raw["model"]["config"] = read_model(namespace.mm_model, facts)
     raw["data"] = read_data(namespace.mm_data)

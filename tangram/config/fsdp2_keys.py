@@ -90,6 +90,7 @@ _SHARDS = "weights are shared out by parallel.fully_shard_parallel_size"
 OTHERS: dict[str, str] = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"), _SHARDS),
     **dict.fromkeys(("vit_pp_layers", "llm_pp_layers", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), _SHARDS),
+    "vision_tensor_model_parallel_size": _SHARDS,
     "make_vocab_size_divisible_by": "the vocabulary is not padded",
     "sequence_parallel": "no tensor is split over ranks but weights, and whole layers are gathered",
     "context_parallel_size": "write parallel.ulysses_parallel_size",

@@ -29,6 +29,7 @@ OURS_ALONE = frozenset(
         "moe_aux_loss_coeff",
         "moe_z_loss_coeff",
         "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
         "init_method_std",
     }
 )

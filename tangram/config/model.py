@@ -104,6 +104,7 @@ class VisionEncoderConfig(LayerKeys):
     def deepstack_layers(self) -> list[int]:
         """Global 0-based indexes of the blocks whose output a merger of their own brings to text layers 0, 1, ...; rising."""
         return []
+
     # What data, pipeline and model ask of an encoder; a section of a family's own answers otherwise where its encoder does.
 
     @property
@@ -275,6 +276,9 @@ class ExpertKeys(Section):
     """Weight of each layer's mean squared log-sum-exp of router logits; 0: none."""
     moe_token_dispatcher_type: TokenDispatcher = "alltoall"
     """How tokens reach the ranks that hold their experts; ``parallel.moe_token_dispatcher_type`` overrides it."""
+    moe_grouped_gemm: bool | None = None
+    """Run the experts of a rank as one grouped product instead of one after the other; None: where an accelerator has a kernel for it.
+    ``parallel.moe_grouped_gemm`` overrides it."""
 
     @model_validator(mode="after")
     def _experts_fit(self) -> ExpertKeys:

@@ -31,6 +31,13 @@ class Section(BaseModel):
         return value
 
 
+def build_validators(section: type[BaseModel] = Section) -> None:
+    """Build those of every section imported so far, for a process that forks others: each would build them again."""
+    for kind in section.__subclasses__():
+        kind.model_rebuild()
+        build_validators(kind)
+
+
 def _resolve(value: str, info: ValidationInfo) -> str:
     base = (info.context or {}).get("base")
     return str(Path(base, Path(value).expanduser()).resolve()) if base else value

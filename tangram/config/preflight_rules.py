@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from math import gcd
 
 from tangram.config.attention import check_attention
 from tangram.config.context import check_context
+from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
@@ -61,8 +63,12 @@ class Subject:
         """Data-parallel size; None where the number of processes is not known or does not divide."""
         if self.world_size is None:
             return None
-        copies, rest = divmod(self.world_size, self.ranks_of_a_batch)
-        return None if rest or copies % self.expert else copies
+        return None if self.world_size % self.process_unit else self.world_size // self.ranks_of_a_batch
+
+    @property
+    def process_unit(self) -> int:
+        """What the number of processes is a multiple of: experts are divided over context- and data-parallel ranks."""
+        return self.ranks_of_a_batch * self.expert // gcd(self.run.parallel.context_parallel_size, self.expert)
 
     @cached_property
     def global_batch(self) -> int | None:
@@ -87,12 +93,13 @@ def layers_per_stage(subject: Subject) -> str:
 
 
 def tensor_parallel(subject: Subject) -> str:
-    """Every size that is split must be a multiple of the tensor-parallel size.
+    """Every size that is split must be a multiple of the tensor-parallel size, of the vision encoder's where it has one of its own.
 
     Raises:
         ConfigError: naming each size that is not.
     """
-    text, vision, size = subject.text, subject.vision, subject.tensor
+    text, encoder = subject.text, subject.model.image_encoder
+    size, own = subject.tensor, subject.topology.tensor_of("vision")
     sizes = [
         ("text_decoder.num_query_groups (key/value heads)", text.num_query_groups),
         ("text_decoder.num_attention_heads", text.num_attention_heads),
@@ -100,18 +107,29 @@ def tensor_parallel(subject: Subject) -> str:
         if isinstance(text, ExpertKeys)
         else ("text_decoder.ffn_hidden_size", text.ffn_hidden_size),
     ]
-    if vision is not None and subject.model.image_encoder is not None:
-        sizes += [
-            ("vision_encoder.num_attention_heads", vision.num_attention_heads),
-            ("vision_encoder.ffn_hidden_size", vision.ffn_hidden_size),
-            ("vision_projector.ffn_hidden_size", subject.model.image_encoder.vision_projector.ffn_hidden_size),
+    of_vision = []
+    if encoder is not None:
+        of_vision = [
+            ("vision_encoder.num_attention_heads", encoder.vision_encoder.num_attention_heads),
+            ("vision_encoder.ffn_hidden_size", encoder.vision_encoder.ffn_hidden_size),
+            ("vision_projector.ffn_hidden_size", encoder.vision_projector.ffn_hidden_size),
         ]
-    wrong = [f"{name} {value}" for name, value in sizes if value % size]
+    alone = [str(n) for n in range(1, size) if size % n == 0 and all(value % n == 0 for _, value in of_vision)]
+    if own != size:
+        wrong = [f"{name} {value}" for name, value in of_vision if value % own]
+        if wrong:
+            raise ConfigError(f"vision_tensor_model_parallel_size {own} does not divide {', '.join(wrong)}; use {' or '.join(alone)}")
+        of_vision = []
+    wrong = [f"{name} {value}" for name, value in [*sizes, *of_vision] if value % size]
     if wrong:
-        fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in sizes)]
-        raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}")
+        fits = [str(n) for n in range(1, size) if all(value % n == 0 for _, value in [*sizes, *of_vision])]
+        others = ""
+        if of_vision and all(value % size == 0 for _, value in sizes):
+            others = f", or vision_tensor_model_parallel_size {' or '.join(alone)} for the vision encoder alone"
+        raise ConfigError(f"tensor_model_parallel_size {size} does not divide {', '.join(wrong)}; use {' or '.join(fits)}{others}")
     divided = ", activations divided along the sequence" if subject.run.parallel.sequence_parallel else ""
-    return f"{len(sizes)} sizes divide by {size}{divided}"
+    copies = f", {size // own} copies of the vision encoder by {own}" if own != size else ""
+    return f"{len(sizes) + len(of_vision)} sizes divide by {size}{divided}{copies}"
 
 
 def context_parallel(subject: Subject) -> str:
@@ -138,28 +156,36 @@ def vocabulary(subject: Subject) -> str:
 
 def world_size(subject: Subject) -> str:
     tensor, context, pipeline = subject.tensor, subject.run.parallel.context_parallel_size, subject.run.parallel.pipeline_model_parallel_size
-    unit = subject.ranks_of_a_batch * subject.expert
+    unit = subject.process_unit
     if subject.world_size is None:
         return f"a multiple of {unit} processes is needed" if unit > 1 else "any number of processes"
-    experts = f" x expert-parallel {subject.expert}" if subject.expert > 1 else ""
+    experts = f", and their context- and data-parallel ranks by expert-parallel {subject.expert}" if subject.expert > 1 else ""
     if subject.data_parallel is None:
         shared = f" x context-parallel {context}" if context > 1 else ""
         raise ConfigError(
-            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline}{experts} = {unit}; "
-            f"start a multiple of {unit} processes, or lower one of the sizes"
+            f"{subject.world_size} processes cannot be split into tensor-parallel {tensor}{shared} x pipeline-parallel {pipeline} = "
+            f"{subject.ranks_of_a_batch}{experts}; start a multiple of {unit} processes, or lower one of the sizes"
         )
     shared = f" x CP {context}" if context > 1 else ""
     divided = f", of which {subject.expert} share the experts" if subject.expert > 1 else ""
     return f"{subject.world_size} processes = TP {tensor}{shared} x PP {pipeline} x DP {subject.data_parallel}{divided}"
 
 
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
 def experts(subject: Subject) -> str:
-    """``check_experts`` has passed, or there would be no split."""
+    """``check_experts`` has passed, or there would be no split.
+
+    Raises:
+        ConfigError: as ``runs_grouped``.
+    """
     text = subject.text
     if not isinstance(text, ExpertKeys):
         return "none"
+    how = "in one product" if runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[subject.run.training.dtype]) else "one after the other"
     share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
-    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token{share if subject.expert > 1 else ''}"
+    return f"{text.moe_router_topk} of {text.num_moe_experts} for a token, {how}{share if subject.expert > 1 else ''}"
 
 
 def batch(subject: Subject) -> str:

@@ -28,6 +28,9 @@ class RunFacts:
     seq_length: int | None = None
     sequence_parallel: bool | None = None
     context_parallel_size: int | None = None
+    tensor_model_parallel_size: int | None = None
+    vision_tensor_model_parallel_size: int | None = None
+    """None, and the one above known: that one."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ _TYPES: dict[str, Entry] = {
     "bf16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "bf16"),
     "fp16": Repeats("the run's dtype", lambda raw, facts: None if facts.dtype is None else facts.dtype == "fp16"),
 }
+_STAGES = "the stages of a component are the numbers above 0 in its pipeline_num_layers"
+_CONTEXT = "parallel.context_parallel_size (--context-parallel-size) holds for all components, and its ranks encode whole pictures of their own"
+_HETERO: dict[str, Entry] = {"pp": Only((None,), _STAGES), "cp": Only((None,), _CONTEXT)}
 _SPLITS: dict[str, Entry] = {
     "context_parallel_size": Repeats(
         "parallel.context_parallel_size (--context-parallel-size), which holds for all components",
@@ -107,7 +113,13 @@ MODEL: dict[Path, dict[str, Entry]] = {
         "lora_mixed_training": _OFF,
         "lora_save_full_weight": _OFF,
     },
-    ("image_encoder",): {"tp": _NULL, "pp": _NULL, "cp": _NULL},
+    ("image_encoder",): {
+        "tp": Repeats(
+            "parallel.vision_tensor_model_parallel_size (--vision-tensor-model-parallel-size; absent: --tensor-model-parallel-size)",
+            lambda raw, facts: None if raw.get("tp") is None else facts.vision_tensor_model_parallel_size or facts.tensor_model_parallel_size,
+        ),
+        **_HETERO,
+    },
     ("image_encoder", "vision_encoder"): {
         **_TYPES,
         **_SPLITS,
@@ -133,6 +145,11 @@ MODEL: dict[Path, dict[str, Entry]] = {
     ("text_decoder",): {
         **_TYPES,
         **_SPLITS,
+        "tp": Repeats(
+            "parallel.tensor_model_parallel_size (--tensor-model-parallel-size)",
+            lambda raw, facts: None if raw.get("tp") is None else facts.tensor_model_parallel_size,
+        ),
+        **_HETERO,
         "seq_length": Repeats("the run's seq_length", lambda raw, facts: facts.seq_length),
         "disable_bias_linear": Repeats("add_bias_linear, negated", lambda raw, facts: not raw.get("add_bias_linear", False)),
         "group_query_attention": Repeats(

@@ -12,6 +12,7 @@ from tangram.config.fsdp2 import Fsdp2Config
 from tangram.config.model import AttentionBackend, ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
+from tangram.config.vision_tensor import check_vision_tensor
 from tangram.errors import ConfigError
 from tangram.placement.table import padded_vocabulary
 from tangram.placement.topology import LayerGrid, Topology, layer_grid
@@ -21,6 +22,9 @@ class ParallelConfig(Section):
     """Sizes of the parallel axes. The data-parallel size is the world size divided by the others."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
+    vision_tensor_model_parallel_size: int | None = Field(default=None, ge=1)
+    """Of the vision encoder and the projector: a divisor of ``tensor_model_parallel_size``. The tensor-parallel ranks then hold several copies of
+    them, which encode pictures of their own. None: ``tensor_model_parallel_size``."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
     sequence_parallel: bool = False
@@ -36,9 +40,11 @@ class ParallelConfig(Section):
     """Vision layers per stage; the same as ``pipeline_num_layers`` of model.json, and it must agree where both are given."""
     llm_pp_layers: LayerList | None = None
     expert_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks over which the experts of a layer are divided; they are data-parallel ranks for all else."""
+    """Ranks over which the experts of a layer are divided; they are context- and data-parallel ranks for all else."""
     moe_token_dispatcher_type: TokenDispatcher | None = None
     """None: what model.json says."""
+    moe_grouped_gemm: bool | None = None
+    """Run the experts of a rank as one grouped product; None: what model.json says."""
     encoder_dp_balance: bool = False
     """Deal out the pictures and videos of all data-parallel ranks' micro-batches over them by patches, so that vision encoders have equal work."""
     use_distributed_optimizer: bool = False
@@ -88,6 +94,52 @@ class ParallelConfig(Section):
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce; set both, or leave it out")
         return self
+
+    def _vit_layers(self, model: ModelConfig) -> LayerList | None:
+        """Vision layers per stage, from wherever they are given."""
+        encoder = model.image_encoder
+        return self.vit_pp_layers or (encoder.vision_encoder.pipeline_num_layers if encoder else None)
+
+    def _llm_layers(self, model: ModelConfig) -> LayerList | None:
+        """Text layers per stage, from wherever they are given."""
+        return self.llm_pp_layers or model.text_decoder.pipeline_num_layers
+
+    def topology(self, model: ModelConfig) -> Topology:
+        """The split of a model that this and its ``pipeline_num_layers`` describe.
+
+        Raises:
+            ConfigError: as ``Topology.build``, ``check_vision_tensor`` and ``check_experts``; the lists given in two places differ; or they do
+                not have the pipeline sizes given here.
+        """
+        vision, text = model.image_encoder.vision_encoder if model.image_encoder else None, model.text_decoder
+        _agree("vit_pp_layers", self.vit_pp_layers, "vision_encoder.pipeline_num_layers", vision.pipeline_num_layers if vision else None)
+        _agree("llm_pp_layers", self.llm_pp_layers, "text_decoder.pipeline_num_layers", text.pipeline_num_layers)
+        pipeline, virtual = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or 1
+        vit_layers, llm_layers = self._vit_layers(model), self._llm_layers(model)
+        if llm_layers is None and pipeline * virtual > 1:
+            raise ConfigError(
+                f"pipeline_model_parallel_size {pipeline} x {virtual} virtual stages needs the layers of each stage: give pipeline_num_layers in "
+                "vision_encoder and text_decoder of model.json, or parallel.vit_pp_layers and parallel.llm_pp_layers"
+            )
+        for what, layers in (("vit_pp_layers", vit_layers), ("llm_pp_layers", llm_layers)):
+            if layers is not None:
+                _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
+        tensor, expert = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        check_vision_tensor(model, self.vision_tensor_model_parallel_size, tensor)
+        check_experts(model, expert=expert, tensor=tensor, sequence_parallel=self.sequence_parallel)
+        return Topology.build(
+            vision_layers=vision.num_layers if vision else 0,
+            text_layers=text.num_layers,
+            tensor=tensor,
+            vit_pp_layers=vit_layers,
+            llm_pp_layers=llm_layers,
+            expert=expert,
+            vision_tensor=self.vision_tensor_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            context=self.context_parallel_size,
+            ring=self.context_parallel_ring,
+            vision_balance=self.encoder_dp_balance,
+        )
 
 
 class ModelSource(Section):
@@ -262,17 +314,6 @@ class RunConfig(Section):
         return self.model.config
 
     @property
-    def vit_layers(self) -> LayerList | None:
-        """Vision layers per stage, from wherever they are given."""
-        encoder = self.described.image_encoder
-        return self.parallel.vit_pp_layers or (encoder.vision_encoder.pipeline_num_layers if encoder else None)
-
-    @property
-    def llm_layers(self) -> LayerList | None:
-        """Text layers per stage, from wherever they are given."""
-        return self.parallel.llm_pp_layers or self.described.text_decoder.pipeline_num_layers
-
-    @property
     def padded_vocab(self) -> int:
         """Rows of the word embedding over all tensor-parallel ranks."""
         return padded_vocabulary(
@@ -283,56 +324,24 @@ class RunConfig(Section):
         """The split that ``parallel`` and the model's ``pipeline_num_layers`` describe.
 
         Raises:
-            ConfigError: as ``Topology.build`` and ``check_experts``; the lists given in two places differ; or they do not have the pipeline sizes of
-                ``parallel``.
+            ConfigError: as ``ParallelConfig.topology``.
         """
-        encoder = self.described.image_encoder
-        vision = encoder.vision_encoder if encoder else None
-        text = self.described.text_decoder
-        _agree("vit_pp_layers", self.parallel.vit_pp_layers, "vision_encoder.pipeline_num_layers", vision.pipeline_num_layers if vision else None)
-        _agree("llm_pp_layers", self.parallel.llm_pp_layers, "text_decoder.pipeline_num_layers", text.pipeline_num_layers)
-        pipeline, virtual = self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size or 1
-        if self.llm_layers is None and pipeline * virtual > 1:
-            raise ConfigError(
-                f"pipeline_model_parallel_size {pipeline} x {virtual} virtual stages needs the layers of each stage: give pipeline_num_layers in "
-                "vision_encoder and text_decoder of model.json, or parallel.vit_pp_layers and parallel.llm_pp_layers"
-            )
-        for what, layers in (("vit_pp_layers", self.vit_layers), ("llm_pp_layers", self.llm_layers)):
-            if layers is not None:
-                _check_lengths(what, layer_grid(layers, what), layers, pipeline, virtual)
-        check_experts(
-            self.described,
-            expert=self.parallel.expert_model_parallel_size,
-            tensor=self.parallel.tensor_model_parallel_size,
-            sequence_parallel=self.parallel.sequence_parallel,
-        )
-        return Topology.build(
-            vision_layers=vision.num_layers if vision else 0,
-            text_layers=text.num_layers,
-            tensor=self.parallel.tensor_model_parallel_size,
-            vit_pp_layers=self.vit_layers,
-            llm_pp_layers=self.llm_layers,
-            expert=self.parallel.expert_model_parallel_size,
-            sequence_parallel=self.parallel.sequence_parallel,
-            context=self.parallel.context_parallel_size,
-            ring=self.parallel.context_parallel_ring,
-            vision_balance=self.parallel.encoder_dp_balance,
-        )
+        return self.parallel.topology(self.described)
 
     def _experts(self, model: ModelConfig) -> dict[str, object]:
         """What ``parallel`` sets of the text decoder's experts."""
-        dispatcher = self.parallel.moe_token_dispatcher_type
-        if dispatcher is None:
-            return {}
-        if not isinstance(model.text_decoder, ExpertKeys):
-            raise ConfigError(f"parallel.moe_token_dispatcher_type {dispatcher}: the model {model.model_id} has no experts; leave it out")
-        return {"moe_token_dispatcher_type": dispatcher}
+        given = {key: getattr(self.parallel, key) for key in ("moe_token_dispatcher_type", "moe_grouped_gemm")}
+        given = {key: value for key, value in given.items() if value is not None}
+        if given and not isinstance(model.text_decoder, ExpertKeys):
+            listed = ", ".join(f"parallel.{key} {value}" for key, value in given.items())
+            raise ConfigError(f"{listed}: the model {model.model_id} has no experts; leave it out")
+        return given
 
     def assembled_model(self) -> ModelConfig:
         """The model config with what ``features`` sets put into its components, and ``parallel`` into its experts.
 
         Raises:
-            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets a dispatcher for experts that it has
+            ConfigError: ``features`` freezes a component that the model has not, or ``parallel`` sets how experts run that it has
                 not.
         """
         features, model = self.features, self.described

@@ -62,6 +62,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         training.get("seq_length"),
         bool(parallel.get("sequence_parallel", False)),
         parallel.get("context_parallel_size", 1),
+        parallel.get("tensor_model_parallel_size", 1),
+        parallel.get("vision_tensor_model_parallel_size"),
     )
     data, data_where = _with_file(sections["data"], f"{where}: data", base)
     tools, tools_where = _with_file(sections["tools"], f"{where}: tools", base)
@@ -164,10 +166,12 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 def _check_sections(raw: dict[str, Any], where: str) -> None:
     """Say of a key that stands in the wrong place where it belongs."""
     homes: dict[str, str] = {}
+    own: dict[str, set[str]] = {section: set() for section in SECTIONS}
     for path in leaf_keys(RunConfig):
-        if len(path) == 2 and path[0] in SECTIONS:
-            homes.setdefault(path[1], path[0])
-    own = {section: {path[1] for path in leaf_keys(RunConfig) if path[0] == section} for section in SECTIONS}
+        if path[0] in SECTIONS:
+            own[path[0]].add(path[1])
+            if len(path) == 2:
+                homes.setdefault(path[1], path[0])
     own["model"] |= {"config", "overrides"}
     own["data"] |= {"config", "dataset_param", "dataloader_param"}
     own["tools"] |= {"config", "profile", "memory_profile"}

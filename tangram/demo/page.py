@@ -10,24 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tangram.demo.evaluate import Answered, Score
+from tangram.report_page import page as whole_page
+from tangram.report_page import section
 
 PICTURE_SIDE = 300
 """Longest side, pixels."""
 STYLE = """
-:root { --ink: #1d2733; --soft: #5f6b7a; --line: #d8dee6; --paper: #ffffff; --good: #18794e; --bad: #b42318; --accent: #2f6fde; }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: #f4f6f9; margin: 0; }
-main { max-width: 1000px; margin: 0 auto; padding: 32px 20px 64px; }
-section { background: var(--paper); border: 1px solid var(--line); border-radius: 12px; padding: 20px 24px; margin: 20px 0; }
-h1 { margin: 0 0 4px; } h2 { margin: 0 0 12px; font-size: 1.15rem; } p { margin: 8px 0; } .soft { color: var(--soft); }
-.facts { display: flex; flex-wrap: wrap; gap: 12px; margin-top: 16px; }
-.facts div { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 10px 16px; }
-.facts b { display: block; font-size: 1.3rem; }
 img.curve { width: 100%; height: auto; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 14px; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 10px; overflow: hidden; font-size: .9rem; }
 figure img { width: 100%; height: 150px; object-fit: contain; background: #eef1f5; image-rendering: auto; }
-figcaption { padding: 8px 12px 12px; } .right { color: var(--good); font-weight: 600; } .wrong { color: var(--bad); font-weight: 600; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: 6px 10px; border-bottom: 1px solid var(--line); }
+figcaption { padding: 8px 12px 12px; }
 .bar { background: #e6ebf2; border-radius: 6px; height: 14px; min-width: 160px; position: relative; }
 .bar i { display: block; height: 100%; border-radius: 6px; background: var(--accent); }
 .bar u { position: absolute; top: -3px; height: 20px; border-left: 2px solid var(--ink); }
@@ -74,31 +67,25 @@ class Page:
 
 def render_page(page: Page) -> str:
     """The HTML."""
-    facts = "".join(f"<div><b>{html.escape(figure)}</b>{html.escape(caption)}</div>" for figure, caption in page.facts)
     sections = [
-        _section("Loss", f'<img class="curve" alt="loss per step" src="{_embedded(page.curve)}">'),
-        _section(
+        section("Loss", f'<img class="curve" alt="loss per step" src="{_embedded(page.curve)}">'),
+        section(
             "What the exported model answers, on pictures it has not seen",
             _score_table(page.scores) + '<p class="soft">The first held-out questions, as they come; nothing is chosen.</p>' + _figures(page.heldout),
         ),
-        _section(
+        section(
             "Photographs",
             '<p class="soft">These pictures and questions were among the training samples.</p>' + _figures(page.photos),
         ),
-        _section("How the model was split", page.split + '<p class="soft">Arrows: activations. Dashed: the two halves of every matrix.</p>'),
-        _section("What was verified", f'<ul class="checks">{"".join(map(_check, page.checks))}</ul>'),
-        _section("What to run next", f"<pre>{html.escape(chr(10).join(page.commands))}</pre>"),
+        section("How the model was split", page.split + '<p class="soft">Arrows: activations. Dashed: the two halves of every matrix.</p>'),
+        section("What was verified", f'<ul class="checks">{"".join(map(_check, page.checks))}</ul>'),
+        section("What to run next", f"<pre>{html.escape(chr(10).join(page.commands))}</pre>"),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Tangram demo</title><style>{STYLE}</style></head><body><main><h1>Tangram demo</h1>"
-        '<p class="soft">A small vision-language model, from random weights to answers: assembled, split over four processes, trained, '
-        f'exported, and read by transformers.</p><div class="facts">{facts}</div>{"".join(sections)}</main></body></html>\n'
+    lead = (
+        "A small vision-language model, from random weights to answers: assembled, split over four processes, trained, "
+        "exported, and read by transformers."
     )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
+    return whole_page("Tangram demo", lead, sections, facts=page.facts, style=STYLE)
 
 
 def _check(check: Check) -> str:

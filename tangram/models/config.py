@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
 from tangram.errors import ConfigError, suggest
 
@@ -129,14 +130,16 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
         recompute_method=section.recompute_method,
         recompute_num_layers=section.recompute_num_layers,
         attention_library=section.attention_backend,
-        **(_experts(section, options) if isinstance(section, ExpertKeys) else {}),
+        **(_experts(section, options) if isinstance(section, TextDecoderConfig) else {}),
         **_common(options),
     )
 
 
-def _experts(section: ExpertKeys, options: BuildOptions) -> dict[str, Any]:
-    """Experts in every layer, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over all, renormalised over
-    the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
+def _experts(section: TextDecoderConfig, options: BuildOptions) -> dict[str, Any]:
+    """Experts in every layer, where the section has them, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over
+    all, renormalised over the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
+    if not isinstance(section, ExpertKeys):
+        return {}
     return {
         "num_moe_experts": section.num_moe_experts,
         "moe_router_topk": section.moe_router_topk,
@@ -145,6 +148,7 @@ def _experts(section: ExpertKeys, options: BuildOptions) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if section.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
         "moe_z_loss_coeff": section.moe_z_loss_coeff or None,
+        "moe_grouped_gemm": runs_grouped(section, tensor=options.tensor_model_parallel_size, itemsize=options.dtype.itemsize),
         "moe_token_dispatcher_type": section.moe_token_dispatcher_type,
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": options.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""Experts in place of a layer's MLP, on megatron-core's router, dispatchers and expert loop.
+"""Experts in place of a layer's MLP, on megatron-core's router and dispatchers, and its expert loop or a grouped product.
 
 What a router must know of the micro-batch travels to it as a ``Routing``, which megatron-core hands through as ``padding_mask``, as it does a
 ``SegmentPlan`` as ``packed_seq_params``: pipeline stages and recomputation then cannot mix up micro-batches.
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from tangram.config.model import ExpertKeys, TextDecoderConfig
 from tangram.errors import ConfigError
+from tangram.models.grouped_experts import GROUPED_LINEARS, GroupedExperts
 from tangram.models.sequence import SequenceSplit
 
 
@@ -154,9 +155,11 @@ class Experts(MoELayer):
     """Router and this rank's experts: [s, b, h] -> [s, b, h]."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts, linears = SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        if config.moe_grouped_gemm:
+            experts, linears = GroupedExperts, GROUPED_LINEARS
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        parts = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linears), router=Router)
+        parts = MoESubmodules(experts=ModuleSpec(module=experts, submodules=linears), router=Router)
         super().__init__(config, parts, pg_collection=groups)
         if config.moe_token_dispatcher_type == "allgather" and self.ep_group.size() > 1:
             self.token_dispatcher = PaddedAllGather(self.num_local_experts, self.local_expert_indices, config, groups)

@@ -9,19 +9,15 @@ from torch import nn
 from tangram.errors import PlacementError
 from tangram.placement.blocks import Placement, check_names
 from tangram.placement.table import Replicated
+from tangram.placement.topology import Topology
 
 
-def mark_parallel(
-    parameters: Mapping[str, nn.Parameter], placement: Placement, expert_parallel: bool = False, sequence_parallel: bool = False
-) -> None:
+def mark_parallel(parameters: Mapping[str, nn.Parameter], placement: Placement, topology: Topology) -> None:
     """Tell core which parameters are split over tensor-parallel ranks and which are copies, and which data-parallel ranks hold the same.
 
     Core counts a parameter in the gradient norm on every rank where ``tensor_model_parallel`` is set and else on the first only, and
-    leaves out what is ``shared``. Gradients without ``allreduce`` it sums over the ranks with the same experts alone.
-
-    Args:
-        expert_parallel: experts are divided over ranks.
-        sequence_parallel: a layer's copies each see a part of the sequence, or some heads, so that core sums their gradients.
+    leaves out what is ``shared``. Gradients without ``allreduce`` it sums over the ranks with the same experts alone, those of
+    ``sequence_parallel`` over all tensor-parallel ranks: a layer's copies, which each see a part of the sequence, or some heads.
 
     Raises:
         PlacementError: the chunk's parameters are not those of the table, by name or shape.
@@ -31,11 +27,13 @@ def mark_parallel(
         parameter = parameters[name]
         if tuple(parameter.shape) != tensor.shape:
             raise PlacementError(f"{name}: the model built {tuple(parameter.shape)}, the tensor table says {tensor.shape}")
-        parameter.tensor_model_parallel = not isinstance(tensor.rule.layout, Replicated)  # type: ignore[attr-defined]
+        split = not isinstance(tensor.rule.layout, Replicated)
+        # Of several copies of the vision encoder the first counts.
+        parameter.tensor_model_parallel = split and placement.tp_rank < topology.tensor_of(tensor.rule.component)  # type: ignore[attr-defined]
         parameter.partition_dim = tensor.rule.layout.axis  # type: ignore[attr-defined]
         parameter.partition_stride = 1  # type: ignore[attr-defined]
-        parameter.allreduce = not (expert_parallel and tensor.rule.place == "expert")  # type: ignore[attr-defined]
-        if sequence_parallel and tensor.rule.place == "layer" and isinstance(tensor.rule.layout, Replicated):
+        parameter.allreduce = not (topology.expert > 1 and tensor.rule.place == "expert")  # type: ignore[attr-defined]
+        if topology.divides_sequence(tensor.rule.component) and tensor.rule.place == "layer" and not split:
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
         if tensor.rule.tied:
             parameter.shared = True  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tangram.config.model import Grid, VisionEncoderConfig
 from tangram.models.media_share import deal
-from tangram.platform.exchange import exchange
+from tangram.platform.exchange import exchange, gather_alike
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class BalancedMedia:
         group: data-parallel ranks; of those that share the tokens of a micro-batch, which all have its media, neighbours: rank
             ``data * context + context_rank``.
         context: context-parallel size.
+        copies: tensor-parallel ranks with a copy of the encoder each (or the same part of one), which all have this rank's media; each is in a
+            ``group`` of its own. None: there is one copy.
     """
 
     section: VisionEncoderConfig
@@ -37,6 +39,7 @@ class BalancedMedia:
     group: dist.ProcessGroup
     context: int
     device: torch.device
+    copies: dist.ProcessGroup | None = None
 
     @cached_property
     def everyone(self) -> list[list[Grid]]:
@@ -52,11 +55,17 @@ class BalancedMedia:
         return lists[:: self.context]
 
     @cached_property
-    def dealt(self) -> list[list[tuple[int, int]]]:
-        """By rank of the group, its media in order: data-parallel rank that they belong to, and number there."""
+    def shares(self) -> list[list[list[tuple[int, int]]]]:
+        """By copy, and within each by rank of its group, media in order: data-parallel rank that they belong to, and number there."""
+        count = self.copies.size() if self.copies is not None else 1
         media = [(data, number) for data, grids in enumerate(self.everyone) for number in range(len(grids))]
-        shares = deal([prod(self.everyone[data][number]) for data, number in media], self.group.size())
-        return [[media[place] for place in share] for share in shares]
+        shares = deal([prod(self.everyone[data][number]) for data, number in media], self.group.size() * count)
+        return [[[media[place] for place in share] for share in shares[copy::count]] for copy in range(count)]
+
+    @property
+    def dealt(self) -> list[list[tuple[int, int]]]:
+        """Of this rank's copy, ``shares``."""
+        return self.shares[self.copies.rank() if self.copies is not None else 0]
 
     @property
     def _data(self) -> int:
@@ -106,7 +115,10 @@ class BalancedMedia:
         going = [part for part in parts for _ in range(self.context)]
         coming = [sum(tokens[self._data][number] for number in self._of(share, self._data)) for share in self.dealt]
         received = exchange(torch.cat(copies), self.group, 0, going, 0, coming)
-        order = [number for share in self.dealt for number in self._of(share, self._data)]
+        orders = [[number for share in shares for number in self._of(share, self._data)] for shares in self.shares]
+        if self.copies is not None:
+            received = gather_alike(received, self.copies, [sum(tokens[self._data][number] for number in order) for order in orders])
+        order = [number for order in orders for number in order]
         found = received.split([tokens[self._data][number] for number in order])
         place = {number: place for place, number in enumerate(order)}
         blank = [] if order else [rows.new_zeros(self.section.tokens(self.section.blank_grid), *rows.shape[1:])]

@@ -17,6 +17,8 @@ from tangram.config.model import ModelConfig
 from tangram.models.context import installed
 from tangram.models.media_share import MediaShare
 from tangram.models.sequence import SequenceSplit
+from tangram.models.vision_groups import installed_copies
+from tangram.placement.table import Component
 from tangram.placement.topology import Chunk, Topology
 
 Shape = tuple[int, ...]
@@ -40,7 +42,8 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     projector, [places, 1, h_vision] inside the vision encoder, whose section says how many there are. Then each pending feature, [n, h_text].
     Without images and videos the vision path carries a blank picture.
 
-    Inside the vision encoder context-parallel ranks have whole pictures and videos of their own, and a rank without any a blank picture. Text
+    Inside the vision encoder context-parallel ranks, and copies of it, have whole pictures and videos of their own, and a rank without any a
+    blank picture. Text
     hidden states are each context-parallel rank's part of them, and with sequence parallelism they and patches are each
     tensor-parallel rank's.
 
@@ -52,22 +55,26 @@ def activation_shapes(topology: Topology, model: ModelConfig, position: int, bat
     given = [thw.tolist() for name in ("image_grid_thw", "video_grid_thw") if (thw := batch.get(name)) is not None]
     grids = [(t, h, w) for thw in given for t, h, w in thw]
     tokens = sum(map(encoder.tokens, grids or [encoder.blank_grid])) if encoder is not None else 0
-    tensor = topology.tensor if topology.sequence_parallel else 1
     hidden: Shape
     if chunk.has_text:
         input_ids = batch["input_ids"]
         assert input_ids is not None
         rows, length = input_ids.shape
-        split = SequenceSplit(length, context=topology.context, ring=topology.ring, tensor=tensor)
+        split = SequenceSplit(length, context=topology.context, ring=topology.ring, tensor=_divided(topology, "text"))
         hidden = (split.local_length, rows, width)
     elif chunk.vision_last:
         hidden = (tokens, 1, width)
     else:
         assert encoder is not None
-        own = MediaShare(encoder, grids, installed(topology.context)).own_grids
-        split = SequenceSplit(sum(map(encoder.places, own)), tensor=tensor, unit=encoder.places_together)
+        own = MediaShare(encoder, grids, installed(topology.context), installed_copies(topology)).own_grids
+        split = SequenceSplit(sum(map(encoder.places, own)), tensor=_divided(topology, "vision"), unit=encoder.places_together)
         hidden = (split.local_length, 1, encoder.hidden_size)
     return (hidden, *[(tokens, width)] * pending_features(model, chunk))
+
+
+def _divided(topology: Topology, component: Component) -> int:
+    """Ranks over which a component's activations are divided along the sequence, context-parallel ones aside."""
+    return topology.tensor_of(component) if topology.sequence_parallel else 1
 
 
 def payload_shape(shapes: Sequence[Shape]) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from tangram.models.regions import collect, collect_context, divide, split_of, s
 from tangram.models.registry import find_component
 from tangram.models.sequence import SequenceSplit
 from tangram.models.text_plan import text_plan
+from tangram.models.vision_groups import encoder_groups, installed_copies
 from tangram.placement.topology import Chunk, Topology
 
 
@@ -87,7 +89,7 @@ class VLMModel(MegatronModule):
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.model, self.chunk, self.topology, self.tp_group = model, chunk, topology, groups.tp
-        self.context = installed(topology.context)
+        self.context, self.copies = installed(topology.context), installed_copies(topology)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = chunk.vp_rank if topology.virtual > 1 else None
         self.pre_process = chunk.position == 0
@@ -100,7 +102,8 @@ class VLMModel(MegatronModule):
         self.text_decoder: Any = None
         if chunk.has_vision:
             assert model.image_encoder is not None
-            self.image_encoder = ImageEncoder(model.image_encoder, options, chunk, groups)
+            own = replace(options, tensor_model_parallel_size=topology.tensor_of("vision"), sequence_parallel=topology.divides_sequence("vision"))
+            self.image_encoder = ImageEncoder(model.image_encoder, own, chunk, encoder_groups(groups, topology))
         if chunk.has_text:
             self.text_decoder = find_component(model.text_decoder)(
                 model.text_decoder,
@@ -227,12 +230,15 @@ class VLMModel(MegatronModule):
         return pack([hidden, *features])
 
     def _encode_media(self, hidden: Tensor | None, pixels: list[Tensor], grids: list[Grid], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision path on all images, then all videos, of which context ranks have some each; see ``ImageEncoder.forward``."""
+        """Run the vision path on all images, then all videos, of which context ranks and copies of the encoder have some each.
+
+        See ``ImageEncoder.forward``.
+        """
         assert self.image_encoder is not None
         section = self.image_encoder.section.vision_encoder
-        share: MediaShare | BalancedMedia = MediaShare(section, grids, self.context)
+        share: MediaShare | BalancedMedia = MediaShare(section, grids, self.context, self.copies)
         if self.topology.vision_balance:
-            share = BalancedMedia(section, grids, parallel_state.get_data_parallel_group(True), self.topology.context, device)
+            share = BalancedMedia(section, grids, parallel_state.get_data_parallel_group(True), self.topology.context, device, self.copies)
         if self.chunk.vision_first:
             assert pixels or not grids, f"grids of {len(grids)} images and videos without their pixels"
             hidden = share.own_pixels(pixels, self.config.params_dtype, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Literal
 
 from tangram.errors import ConfigError
@@ -131,6 +132,15 @@ class Topology:
         return self.vision_tensor or self.tensor if component == "vision" else self.tensor
 
     @property
+    def vision_copies(self) -> int:
+        """Times that the tensor-parallel ranks of one stage hold the vision encoder; each copy encodes pictures of its own."""
+        return self.tensor_ranks // self.tensor_of("vision")
+
+    def divides_sequence(self, component: Literal["vision", "text"]) -> bool:
+        """Whether sequence parallelism divides a component's activations."""
+        return self.sequence_parallel and self.tensor_of(component) > 1
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that hold the model once, experts aside."""
         return self.tensor_ranks * self.pipeline
@@ -139,6 +149,11 @@ class Topology:
     def ranks_of_a_batch(self) -> int:
         """Ranks that work on the same micro-batch: they hold the model once, or as often as context-parallel ranks share its tokens."""
         return self.model_parallel_size * self.context
+
+    @property
+    def process_unit(self) -> int:
+        """What the number of processes is a multiple of: whole micro-batches, and whole sets of experts over context- and data-parallel ranks."""
+        return self.ranks_of_a_batch * self.expert // gcd(self.context, self.expert)
 
     @classmethod
     def build(

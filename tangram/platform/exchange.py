@@ -39,6 +39,12 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Te
     return exchange(copies, group, 0, [tensor.shape[0]] * count, 0, sizes)
 
 
+def gather_alike(tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """As ``gather``, where what follows is the same on all ranks, its gradient too: each takes that of its own rows, and nothing is sent back."""
+    result: Tensor = _GatherAlike.apply(tensor, group, tuple(sizes))
+    return result
+
+
 def sum_parts(tensor: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """Our rows of the sum over all ranks of ``tensor``, which holds the rows of all; the reverse of ``gather``."""
     count, own = len(sizes), sizes[dist.get_rank(group)]
@@ -62,6 +68,18 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _move(gradient, *ctx.way), None, None, None, None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
+        ctx.own = sum(sizes[: group.rank()]), len(tensor)
+        count = len(sizes)
+        return _move(tensor.expand(count, *tensor.shape).flatten(0, 1), group, 0, (len(tensor),) * count, 0, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.narrow(0, *ctx.own), None, None
 
 
 def _move(

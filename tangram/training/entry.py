@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,9 @@ from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
 from tangram.training.profiling import StepProfiler, check_tools
+from tangram.training.rank_records import RanksFile, ranks_path
 from tangram.training.records import MetricsFile, StepRecord
+from tangram.training.run_facts import facts_of
 from tangram.training.schedule import LearningRate
 from tangram.training.shared import from_first_rank, same_everywhere
 from tangram.training.speed import model_flops, peak_of
@@ -72,6 +74,11 @@ class Callbacks:
     """megatron backend only."""
     datasets: DatasetsProvider | None = None
 
+    @property
+    def given(self) -> list[str]:
+        """Names of those that the script replaces."""
+        return [entry.name for entry in fields(self) if getattr(self, entry.name) is not None]
+
 
 def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Namespace | None = None) -> Progress:
     """Train in this process, one of ``WORLD_SIZE`` (torchrun) or the only one. To be called within a ``SharedFailure``.
@@ -91,7 +98,7 @@ def train(run: RunConfig, callbacks: Callbacks | None = None, args: argparse.Nam
     set_context(context)
     try:
         engine = build_engine(run, callbacks)
-        progress = _train(run, engine, context, callbacks.datasets or default_datasets)
+        progress = _train(run, engine, context, callbacks)
         engine.close()
         return progress
     except Exception:
@@ -130,7 +137,7 @@ def build_engine(run: RunConfig, callbacks: Callbacks | None = None) -> Runnable
     return MegatronEngine(run, build_chunk=callbacks.build_chunk, forward_step=callbacks.forward_step)
 
 
-def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: DatasetsProvider) -> Progress:
+def _train(run: RunConfig, engine: RunnableEngine, context: Context, callbacks: Callbacks) -> Progress:
     training, copies = run.training, engine.data_parallel_size
     batch = global_batch_size(run, copies)
     LOGGER.info("%s", engine.summary(batch))
@@ -139,10 +146,12 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, datasets: D
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data
     _clear_the_way(run, progress)
+    datasets = callbacks.datasets or default_datasets
     train_data, valid_data = datasets([training.train_iters * batch, (training.eval_iters or 0) * batch, 0])[:2]
     count = batch // (training.micro_batch_size * copies)
     valid = None if valid_data is None else lambda: steps_of(valid_data() if callable(valid_data) else valid_data, count)
-    return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress)
+    facts = facts_of(run, manager.facts, batch, callbacks.given)
+    return _loop(engine, manager, run, batch, steps_of(train_data, count), valid, progress, facts)
 
 
 def _clear_the_way(run: RunConfig, progress: Progress) -> None:
@@ -164,6 +173,7 @@ def _loop(
     steps: Steps,
     valid: Callable[[], Steps] | None,
     progress: Progress,
+    facts: dict[str, Any],
 ) -> Progress:
     training, rank = run.training, dist.get_rank()
     folder = Path(training.save) if training.save else None
@@ -181,7 +191,7 @@ def _loop(
             manager.save(folder, at.step, at.consumed_samples, {**_counts(at), **known})
 
     with StepProfiler(run.tools, rank, completed=progress.step) as profiler:
-        reporter = _Reporter(run, progress.step) if rank == dist.get_world_size() - 1 else None
+        reporter = _Reporter(run, progress.step, facts) if rank == dist.get_world_size() - 1 else None
         loop = Loop(
             engine=engine,
             training=training,
@@ -235,7 +245,7 @@ def _counts(progress: Progress) -> dict[str, int]:
 class _Reporter:
     """Log lines, metrics.jsonl, writers and, on a terminal, a progress bar."""
 
-    def __init__(self, run: RunConfig, resumed_step: int) -> None:
+    def __init__(self, run: RunConfig, resumed_step: int, facts: dict[str, Any]) -> None:
         training = run.training
         path = training.metrics_file or (str(Path(training.save, "metrics.jsonl")) if training.save else None)
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -247,8 +257,9 @@ class _Reporter:
             self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
             self._bar.start()
         metrics = MetricsFile(Path(path), resumed_step) if path else None
+        ranks = RanksFile(ranks_path(Path(path)), facts, dump(run), resumed_step) if path else None
         writers = open_writers(run, resumed_step)
-        self.outputs = Outputs(lines=self._print, metrics=metrics, advance=self._advance if self._bar else None, writers=writers)
+        self.outputs = Outputs(lines=self._print, metrics=metrics, ranks=ranks, advance=self._advance if self._bar else None, writers=writers)
 
     def _print(self, line: str) -> None:
         if self._bar is not None:

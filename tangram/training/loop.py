@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +12,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tangram.backends.engine import Batch, Engine
+from tangram.backends.engine import Batch, Engine, ForwardResult, StepResult
 from tangram.config.run import TrainingConfig
-from tangram.data.sampler import PADDING
 from tangram.data.source import SKIPPED
 from tangram.errors import DataError, DivergedError
 from tangram.platform import current
+from tangram.training.agreement import Share, Totals, collective_device, gather, rank_record, totals_of
 from tangram.training.collection import GarbageCollection
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
+from tangram.training.rank_records import RankRecord, RanksFile
 from tangram.training.records import MetricsFile, StepRecord, log_line
 from tangram.training.schedule import LearningRate
 from tangram.training.signals import StopRequest
@@ -87,21 +87,10 @@ class Outputs:
 
     lines: Callable[[str], object] | None = None
     metrics: MetricsFile | None = None
+    ranks: RanksFile | None = None
     advance: Callable[[StepRecord], object] | None = None
     """Moves a progress bar."""
     writers: Sequence[Writer] = ()
-
-
-@dataclass
-class _Totals:
-    """What ranks must agree on after a step."""
-
-    stop: bool
-    tokens: int
-    padded_tokens: int
-    samples: int
-    skipped_samples: int
-    kiloflops: int
 
 
 @dataclass
@@ -133,6 +122,8 @@ class Loop:
     skips_samples: bool = False
     flops: Callable[[Batch], int] | None = None
     peak_tflops: float | None = None
+    _peak_memory: int = field(default=0, init=False)
+    """So far, bytes; a memory profile starts the device's own figure anew."""
 
     def run(self) -> Progress:
         """Train; returns where the run stopped.
@@ -202,7 +193,9 @@ class Loop:
             self._refuse_empty(micro_batches)
         scale = self.engine.loss_scale
         result = self.engine.step(lr)
-        totals = self._agree(micro_batches, request.asked or (self.background is not None and self.background.failed()))
+        totals, ranks = self._agree(micro_batches, request.asked or (self.background is not None and self.background.failed()), forward, result)
+        if self.outputs.ranks is not None:
+            self.outputs.ranks.write(ranks)
         self.progress.step += 1
         self.progress.skipped += result.skipped
         self.progress.skipped_samples += totals.skipped_samples
@@ -225,6 +218,7 @@ class Loop:
             skipped_samples=totals.skipped_samples,
             model_tflop=None if self.flops is None else totals.kiloflops / 1e9 / (dist.get_world_size() if dist.is_initialized() else 1),
             peak_tflops=self.peak_tflops,
+            samples_digest=totals.samples_digest,
         )
         return record, totals.stop
 
@@ -237,7 +231,7 @@ class Loop:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         empty = [sorted(batch.get(SKIPPED, ())) for batch in micro_batches]
-        mine = torch.tensor([self.engine.data_parallel_rank, zlib.crc32(repr(empty).encode())], device=self._device())
+        mine = torch.tensor([self.engine.data_parallel_rank, zlib.crc32(repr(empty).encode())], device=collective_device())
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
         seen: dict[int, tuple[int, int]] = {}
@@ -255,35 +249,20 @@ class Loop:
         Raises:
             DataError: on every rank.
         """
-        totals = self._agree(micro_batches, False)
+        totals, _ = self._agree(micro_batches, False)
         raise DataError(
             f"step {self.progress.step + 1}: its global batch of {self.global_batch_size} places has 0 supervised tokens "
             f"({totals.skipped_samples} samples are skipped); look at the skipped samples in bad_samples_report, or correct the template"
         )
 
-    def _device(self) -> torch.device:
-        """Where tensors of collectives lie."""
-        return torch.device("cpu") if dist.get_backend() == "gloo" else current().device(int(os.environ.get("LOCAL_RANK", "0")))
-
-    def _agree(self, micro_batches: Sequence[Batch], asked: bool) -> _Totals:
-        """Sum over ranks. All ranks of one copy of the model hold the same micro-batches, so copies count once."""
-        # Data of a plug-in may leave the mask out where all tokens are real.
-        masks = [batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["labels"]) for batch in micro_batches]
-        ids = [sample for batch, mask in zip(micro_batches, masks, strict=True) for sample in batch.get("sample_ids", range(len(mask)))]
-        empty = sum(sample == PADDING for sample in ids)
-        tokens, padded = (sum(int(measure(mask)) for mask in masks) for measure in (torch.sum, torch.numel))
-        skipped = sum(len(batch.get(SKIPPED, ())) for batch in micro_batches)
-        # Thousands, since single operations of a large step on many ranks are more than an int64 holds.
-        kiloflops = 0 if self.flops is None else sum(self.flops(batch) for batch in micro_batches) // 1000
-        # A place without a sample is a row of one token, which says nothing.
-        sums = torch.tensor([int(asked), tokens - empty, padded, len(ids) - empty, skipped, kiloflops])
-        copies = 1
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            sums = sums.to(self._device())
-            dist.all_reduce(sums)
-            copies = dist.get_world_size() // self.engine.data_parallel_size
-        stop, *totals = sums.tolist()
-        return _Totals(stop > 0, *(total // copies for total in totals))
+    def _agree(
+        self, micro_batches: Sequence[Batch], asked: bool, forward: ForwardResult | None = None, result: StepResult | None = None
+    ) -> tuple[Totals, RankRecord]:
+        """What the global batch comes to, and what each rank has found in it."""
+        self._peak_memory = max(self._peak_memory, current().peak_memory())
+        mine = Share.of(micro_batches, asked, self.engine.data_parallel_rank, self.flops, self._peak_memory, forward, result)
+        shares, step = gather(mine), self.progress.step + 1
+        return totals_of(shares, len(shares) // self.engine.data_parallel_size, step), rank_record(shares, step)
 
     def _log(self, pending: list[StepRecord], last: bool) -> None:
         if not last and pending[-1].step % self.training.log_interval:

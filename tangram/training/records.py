@@ -43,6 +43,8 @@ class StepRecord:
     """Model FLOPs of the step, in 10^12, on each device; see ``tangram.families.flops``. None: not counted."""
     peak_tflops: float | None = None
     """What a device could do, TFLOP/s; None: not known."""
+    samples_digest: str | None = None
+    """Of the ids of the global batch's samples, however ranks and micro-batches share them. None: the data have no ids."""
 
     @property
     def is_nan(self) -> bool:

@@ -48,8 +48,8 @@ def open_writers(run: RunConfig, resumed_step: int) -> list[Writer]:
 
 
 def numbers_of(record: StepRecord) -> dict[str, float]:
-    """All fields but the step, as numbers."""
-    return {name: float(value) for name, value in row_of(record).items() if name != "step"}
+    """All fields that are numbers, but the step."""
+    return {name: float(value) for name, value in row_of(record).items() if name not in ("step", "samples_digest")}
 
 
 class TensorboardWriter:

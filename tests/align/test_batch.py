@@ -3,12 +3,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tangram.align.batch import IMAGES, VIDEOS, blank_like, check_batch, media_per_row, micro_batches, read_batch, write_batch
+from tangram.align.pack import MULTIPLE, by_rows, pack_rows
 from tangram.config.model import ModelConfig
+from tangram.data.collate import Collator
+from tangram.data.encode import EncodedSample
+from tangram.data.media import Medium
 from tangram.errors import DataError
 from tangram.families.base import get_family
 
@@ -127,6 +132,53 @@ def test_micro_batches_are_as_long_as_their_longest_row_and_take_their_images(mo
     assert first["sample_ids"] == [0, 1] and second["sample_ids"] == [2]
     alone = micro_batches(example(), model, 1)[1]
     assert "pixel_values" not in alone and alone["input_ids"].tolist() == [[4, 5, 6, 7]]
+
+
+def samples() -> list[EncodedSample]:
+    """An image between words, text alone with a label on its first token, a video of two steps and an image."""
+    pixels = np.arange(64 * WIDTH, dtype=np.float32).reshape(64, WIDTH)
+    return [
+        EncodedSample(0, [1, START, IMAGE, IMAGE, 2, 3], [-100] * 5 + [3], [Medium((1, 2, 4))], image_pixels=[pixels[:8]], video_pixels=[]),
+        EncodedSample(1, [4, 5, 6, 7], [4, 5, -100, 7], image_pixels=[], video_pixels=[]),
+        EncodedSample(
+            2,
+            [START, *[VIDEO] * 4, 9, START, IMAGE, 8],
+            [-100] * 8 + [8],
+            [Medium((1, 2, 2))],
+            [Medium((2, 2, 4), 2.0)],
+            image_pixels=[pixels[8:12]],
+            video_pixels=[pixels[12:28]],
+        ),
+    ]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_are_packed_as_the_collator_packs_samples(model: ModelConfig, side: str) -> None:
+    rope_index = get_family("qwen2_5_vl").rope_index
+    apart, wanted = Collator(rope_index, model, 0), Collator(rope_index, model, 0, pad_to_multiple_of=MULTIPLE, packing=True)
+    batch, expected = apart([[one] for one in samples()]), wanted([samples()])
+    shifts = [0, 5, 0] if side == "left" else [0, 0, 0]
+    for name in ("input_ids", "labels", "attention_mask", "position_ids"):
+        batch[name] = torch.stack([batch[name].select(-2, row).roll(shift, -1) for row, shift in enumerate(shifts)], dim=-2)
+    packed = pack_rows(batch)
+    assert packed.pop("sample_ids") == [3, 4, 5] and packed.pop("first_columns") == shifts and expected.pop("sample_ids") == [0, 1, 2]
+    assert packed.keys() == expected.keys() and packed["cu_seqlens_padded"].tolist() == [0, 8, 12, 24]
+    real = expected["attention_mask"].bool()
+    assert torch.equal(packed.pop("position_ids")[:, real], expected.pop("position_ids")[:, real]), "those of padding mean nothing"
+    assert all(packed[name].dtype == tensor.dtype and torch.equal(packed[name], tensor) for name, tensor in expected.items())
+
+
+def test_logits_of_a_packed_row_go_back_to_the_columns_of_its_samples(model: ModelConfig) -> None:
+    batch = Collator(get_family("qwen2_5_vl").rope_index, model, 0)([[one] for one in samples()])
+    for name in ("input_ids", "labels", "attention_mask"):
+        batch[name][1] = batch[name][1].roll(2)
+    packed = pack_rows(batch)
+    found = dict(by_rows(packed, packed["input_ids"][..., None].float(), 9))
+    assert {row: logits[0, :, 0].int().tolist() for row, logits in found.items()} == {3 + row: batch["input_ids"][row].tolist() for row in range(3)}
+    assert not list(by_rows(blank_like(packed), packed["input_ids"][..., None].float(), 9))
+    plain = micro_batches(batch, model, 3)[0]
+    ((first, logits),) = by_rows(plain, torch.ones(3, 9, 5), 11)
+    assert first == 0 and logits.shape == (3, 11, 5) and not logits[:, 9:].any()
 
 
 def test_a_blank_micro_batch_supervises_nothing(model: ModelConfig):

@@ -42,7 +42,9 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(hf: Pat
 def test_a_split_that_experts_do_not_allow_is_refused_before_a_process_starts(hf: Path):
     with pytest.raises(ConfigError, match="expert_model_parallel_size 3 does not divide num_moe_experts 4; use one of 1, 2, 4"):
         align(hf, [Split(data=3, expert=3)])
-    with pytest.raises(ConfigError, match="3 copies of the model cannot be divided into expert-parallel groups of 2; change --dp or --ep"):
+    with pytest.raises(ConfigError, match="--dp 3 ranks cannot be divided into expert-parallel groups of 2; change --dp or --ep"):
         align(hf, [Split(data=3, expert=2)])
+    with pytest.raises(ConfigError, match="--dp 1 x --cp 2 ranks cannot be divided into expert-parallel groups of 4; change --dp or --ep"):
+        align(hf, [Split(context=2, expert=4)])
     with pytest.raises(ConfigError, match="tensor_model_parallel_size 2 with 4 experts needs sequence_parallel: "):
         align(hf, [Split(tensor=2)])

@@ -38,10 +38,12 @@ def test_fewer_layers_than_stages_are_refused():
 
 
 def test_a_layer_list_must_be_that_of_the_sizes_given():
-    with pytest.raises(ConfigError, match=r"llm_pp_layers \[2, 2\] describes 2 pipeline ranks with 1 virtual stages, but 1 with 1 are asked for"):
+    with pytest.raises(ConfigError, match=r"llm_pp_layers \[2, 2\] has 2 numbers per row, but pipeline_model_parallel_size is 1; "):
         Split(llm_pp_layers=[2, 2]).topology(text_only(4))
     with pytest.raises(ConfigError, match="sums to 3, but the model has 4 layers"):
         Split(pipeline=2, llm_pp_layers=[2, 1]).topology(text_only(4))
+    with pytest.raises(ConfigError, match="llm_pp_layers .* has 2 rows, but virtual_pipeline_model_parallel_size is 1; give one row"):
+        Split(pipeline=2, llm_pp_layers=[[1, 1], [1, 1]]).topology(text_only(4))
     topology = Split(tensor=2, pipeline=2, virtual=2, data=2).topology(text_only(4))
     assert topology.text == ((1, 1), (1, 1)) and topology.tensor == 2
 

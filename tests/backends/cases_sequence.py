@@ -1,7 +1,8 @@
-"""What ranks do in the tests of sequence parallelism."""
+"""What ranks do in ``test_sequence_parallel``; ``opened`` serves other tests too."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from tangram.backends.megatron.engine import MegatronEngine
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.load_hf import load_hf
 from tangram.config.run import FeaturesConfig
-from tangram.placement.table import Replicated
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -27,26 +27,12 @@ FIRST = 100
 """Entries by which two masks are told apart."""
 
 
-def train(file: str) -> dict[str, dict[str, Any]]:
-    """Losses and gradient norms of each task's curve, and digests of this rank's parameters that are copies, by canonical name."""
-    found = {}
-    for task in _tasks(file):
-        with _engine(task) as (engine, batch):
-            assert task.curve is not None
-            losses, norms = [], []
-            for _ in range(task.curve.steps):
-                losses.append(engine.forward_backward(batch).loss)
-                norms.append(engine.step(task.curve.lr).grad_norm)
-            found[task.name] = {"losses": losses, "norms": norms, "digests": _copies(engine)}
-    return found
-
-
 def drop(file: str) -> dict[str, Any]:
     """Dropout everywhere: gradients with and without recomputation, the masks drawn, and the loss's own slope along a gradient."""
-    (task,) = _tasks(file)
+    (task,) = tasks_of(file)
     found: dict[str, Any] = {}
     for name, features in {"plain": {}, "full": FULL, "selective": SELECTIVE}.items():
-        with _engine(task, **features) as (engine, batch):
+        with opened(task, **features) as (engine, batch):
             masks: list[tuple[tuple[int, ...], bytes]] = []
 
             def keep(tensor: torch.Tensor, masks: list[tuple[tuple[int, ...], bytes]] = masks) -> torch.Tensor:
@@ -94,19 +80,21 @@ def _restore(engine: MegatronEngine, state: dict[str, torch.Tensor]) -> None:
     engine.generators().set({name: value for name, value in state.items() if name})
 
 
-def _tasks(file: str) -> list[Task]:
+def tasks_of(file: str) -> list[Task]:
+    """Those that this rank takes part in."""
     rank = int(os.environ["RANK"])
     return [task for task in TaskList.model_validate_json(Path(file).read_text(encoding="utf-8")).tasks if rank < task.split.processes]
 
 
 @contextmanager
-def _engine(task: Task, **features: Any) -> Iterator[tuple[MegatronEngine, list[Batch]]]:
-    """The task's engine on its first ranks, with the weights of its directory, and the batch."""
+def opened(task: Task, adam_eps: float = 1e-8, **features: Any) -> Iterator[tuple[MegatronEngine, list[Batch]]]:
+    """The task's engine on its first ranks, with the weights of its directory, and this copy's micro-batches."""
     out = task.folder / str(features.get("recompute_granularity", "plain"))
     out.mkdir(parents=True, exist_ok=True)
     os.environ["WORLD_SIZE"] = str(task.split.processes)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=int(os.environ["RANK"]), world_size=task.split.processes)
-    run = task.run_config().model_copy(update={"features": FeaturesConfig(**features)})
+    run = task.run_config()
+    run = run.model_copy(update={"features": FeaturesConfig(**features), "training": run.training.model_copy(update={"adam_eps": adam_eps})})
     # Dropout that the task's model names; a comparison would switch it off.
     run = run.model_copy(update={"model": run.model.model_copy(update={"config": task.model})})
     engine = MegatronEngine(run)
@@ -114,19 +102,11 @@ def _engine(task: Task, **features: Any) -> Iterator[tuple[MegatronEngine, list[
     load_hf(HFDirectory(task.hf_dir), placements, parameters, cast=True, shapes=engine.canonical_shapes)
     engine.weights_changed()
     batch = micro_batches(read_batch(Path(task.batch), task.model), task.model, task.micro_batch_size)
-    yield engine, batch
+    yield engine, batch[engine.data_parallel_rank :: engine.data_parallel_size]
     engine.close()
-
-
-def _copies(engine: MegatronEngine) -> dict[str, str]:
-    return {
-        block.canonical: _digest(chunk.parameters[name])
-        for chunk in engine.chunks
-        for name, tensor in chunk.placement.tensors.items()
-        if isinstance(tensor.rule.layout, Replicated)
-        for block in tensor.blocks[:1]
-        if block.canonical is not None
-    }
+    # The engine refers to itself, and holds groups with several threads each.
+    del engine
+    gc.collect()
 
 
 def _digest(*tensors: torch.Tensor) -> str:

@@ -1,21 +1,17 @@
-"""Training with sequence parallelism: as in one process, with copies of parameters that stay copies, and with dropout.
+"""Sequence parallelism with dropout.
 
-That one step is that of transformers is in ``tests/align/test_matrix.py``.
+That one step is that of transformers is in ``tests/align/test_matrix.py``, and that twenty are in ``test_training_at_every_split``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tangram.align.batch import write_batch
-from tangram.align.curves import relative
-from tangram.align.reference import load_reference, loss_curve
 from tangram.align.run import make_task, open_subject, prepare_batch
-from tangram.align.task import Curve, Split, TaskList
+from tangram.align.task import Split, TaskList
 from tangram.config.model import ModelConfig
 from tangram.errors import ConfigError
 from tangram.placement.topology import Topology
@@ -27,27 +23,6 @@ PATIENCE = 380
 CASES = Path(__file__).with_name("cases_sequence.py")
 SMALL = {"hidden": 32, "text_layers": 2, "vision_layers": 2, "weight_std": 0.1}
 DIVIDED = Split(tensor=2, sequence_parallel=True)
-FOUR = Split(tensor=4, sequence_parallel=True)
-BRIEF, STEPS = (Split(tensor=2), FOUR), 20
-"""Splits that take three steps, and steps of the others."""
-
-
-def tasks_of(hf: Path, splits: Sequence[Split], work: Path, **changes: Any) -> TaskList:
-    subject = open_subject(hf, work)
-    batch, _ = prepare_batch(subject, None)
-    assert batch["input_ids"].shape[1] % 2 and batch["input_ids"].shape[1] % 4, "lengths that do not divide"
-    file = write_batch(batch, work)
-    tasks = []
-    for number, split in enumerate(splits):
-        curve = Curve(steps=3 if split in BRIEF else STEPS, lr=1e-3)
-        tasks.append(make_task(subject, split, file, work / str(number), micro_batch_size=5, curve=curve))
-    return TaskList(tasks=[task.model_copy(update=changes) for task in tasks])
-
-
-def launch(tasks: TaskList, function: str, work: Path) -> list[Any]:
-    file = work / "tasks.json"
-    file.write_text(tasks.model_dump_json(), encoding="utf-8")
-    return on_ranks(tasks.processes, CASES, function, str(file), patience=PATIENCE)
 
 
 def _with_dropout(model: ModelConfig) -> ModelConfig:
@@ -58,25 +33,6 @@ def _with_dropout(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"image_encoder": image_encoder, "text_decoder": model.text_decoder.model_copy(update=drop)})
 
 
-def test_training_is_that_of_one_process_and_copies_stay_bit_equal(tiny_hf: TinyHF, tmp_path: Path) -> None:
-    """NVIDIA/Megatron-LM#1446 and #7452: gradients of norms that are not summed over ranks let copies drift; summed twice, or counted on every
-    rank, they make the norm too large."""
-    hf = tiny_hf("qwen2_5_vl", kv_heads=4, **SMALL)
-    tasks = tasks_of(hf, [Split(), DIVIDED, *BRIEF], tmp_path)
-    ranks = launch(tasks, "train", tmp_path)
-    model, batch = load_reference(hf), prepare_batch(open_subject(hf, tmp_path), None)[0]
-    expected = loss_curve(model, [batch] * STEPS, 1e-3, (0.9, 0.999), 1e-8, 1.0)
-    norms = ranks[0][tasks.tasks[0].name]["norms"]
-    assert expected[-1] < 0.9 * expected[0]
-    for task in tasks.tasks:
-        found = ranks[0][task.name]
-        assert len(found["losses"]) == (3 if task.split in BRIEF else STEPS)
-        assert max(map(relative, found["losses"], expected)) < 1e-6, task.name
-        assert max(map(relative, found["norms"], norms)) < 1e-5, task.name
-        copies = [rank[task.name]["digests"] for rank in ranks[: task.split.processes]]
-        assert len(copies[0]) == 16 and all(copy == copies[0] for copy in copies), task.name
-
-
 def test_it_needs_ranks_to_divide_over() -> None:
     with pytest.raises(ConfigError, match=r"sequence_parallel .* over tensor-parallel ranks, and there is one; raise the tensor-parallel size"):
         Topology(sequence_parallel=True)
@@ -85,8 +41,12 @@ def test_it_needs_ranks_to_divide_over() -> None:
 def test_dropout_draws_apart_on_ranks_that_hold_other_tokens(tiny_hf: TinyHF, tmp_path: Path) -> None:
     hf = tiny_hf("qwen2_5_vl", **SMALL)
     subject = open_subject(hf, tmp_path)
-    tasks = tasks_of(hf, [DIVIDED], tmp_path, model=_with_dropout(subject.model))
-    ranks = launch(tasks, "drop", tmp_path)
+    batch, _ = prepare_batch(subject, None)
+    assert batch["input_ids"].shape[1] % 2, "a length that does not divide"
+    task = make_task(subject, DIVIDED, write_batch(batch, tmp_path), tmp_path, micro_batch_size=5)
+    tasks, file = TaskList(tasks=[task.model_copy(update={"model": _with_dropout(subject.model)})]), tmp_path / "tasks.json"
+    file.write_text(tasks.model_dump_json(), encoding="utf-8")
+    ranks = on_ranks(tasks.processes, CASES, "drop", str(file), patience=PATIENCE)
     for found in ranks:
         drawn = [mask for _, mask in found["masks"]]
         assert len(drawn) > 12 and len(set(drawn)) == len(drawn), "attention and hidden states must not share their draws"

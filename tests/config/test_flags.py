@@ -18,6 +18,7 @@ from tests.config.conftest import EXAMPLES, Files
 
 VALUES: dict[str, tuple[str, Any]] = {
     "--tensor-model-parallel-size": ("2", 2),
+    "--vision-tensor-model-parallel-size": ("2", 2),
     "--pipeline-model-parallel-size": ("2", 2),
     "--virtual-pipeline-model-parallel-size": ("2", 2),
     "--context-parallel-size": ("2", 2),

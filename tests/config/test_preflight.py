@@ -121,6 +121,33 @@ def test_tensor_parallel_sizes(files: Files, section: str, values: dict[str, int
     assert message in fault(files, "--tensor-model-parallel-size", str(tensor))
 
 
+OWN = "--vision-tensor-model-parallel-size"
+
+
+def test_a_vision_encoder_divided_otherwise_than_the_text_decoder(files: Files) -> None:
+    files.vision.update(num_attention_heads=1)
+    message = fault(files, "--tensor-model-parallel-size", "2")
+    assert message.endswith("vision_encoder.num_attention_heads 1; use 1, or vision_tensor_model_parallel_size 1 for the vision encoder alone")
+    found = report(files, "--tensor-model-parallel-size", "2", OWN, "1", world=2)
+    assert not found.errors
+    assert next(f.detail for f in found.findings if f.rule == "tensor parallel") == "3 sizes divide by 2, 2 copies of the vision encoder by 1"
+    files.text.update(num_query_groups=4)
+    assert "vision_tensor_model_parallel_size 2 does not divide vision_encoder.num_attention_heads 1; use 1" in fault(
+        files, "--tensor-model-parallel-size", "4", OWN, "2"
+    )
+
+
+def test_a_size_of_the_vision_encoder_that_cannot_be_had(files: Files) -> None:
+    message = fault(files, "--tensor-model-parallel-size", "2", OWN, "4")
+    assert "vision_tensor_model_parallel_size 4 does not divide tensor_model_parallel_size 2" in message and message.endswith("use 1 or 2")
+    files.vision["hidden_dropout"] = 0.1
+    message = fault(files, "--tensor-model-parallel-size", "2", OWN, "1")
+    assert "vision_tensor_model_parallel_size 1 with vision_encoder.hidden_dropout 0.1" in message and "set the dropout to 0" in message
+    assert not report(files, "--tensor-model-parallel-size", "2", OWN, "2").errors, "one copy draws as ever"
+    files.model["image_encoder"] = None
+    assert "has no effect: the model has no image_encoder" in fault(files, "--tensor-model-parallel-size", "2", OWN, "1")
+
+
 def test_heads_that_do_not_divide(files: Files) -> None:
     files.text.update(num_attention_heads=6, num_query_groups=6, kv_channels=8)
     message = fault(files, "--tensor-model-parallel-size", "4")

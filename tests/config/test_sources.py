@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_a_key_without_effect_says_so_and_not_unknown() -> None:
     model = public_model()
     with pytest.raises(ConfigError, match=r"'patch' is a MindSpeed-MM key without effect here; remove it \("):
         parse_model({"model_id": model["model_id"], "patch": {"bridge_patch": True}}, "model.json")
+
+
+def test_sizes_of_components_are_those_of_the_run() -> None:
+    """Keys of a hetero-parallel model.json."""
+    facts = replace(FACTS, tensor_model_parallel_size=4, vision_tensor_model_parallel_size=1)
+
+    own = EXAMPLES / "model_3b.json"
+
+    def fault(section: str, key: str, value: int, facts: RunFacts) -> str:
+        model = json.loads(own.read_text())
+        model[section][key] = value
+        with pytest.raises(ConfigError) as caught:
+            parse_model(model, "model.json", facts)
+        return str(caught.value)
+
+    model = json.loads(own.read_text())
+    model["image_encoder"] |= {"tp": 1, "pp": None, "cp": None}
+    model["text_decoder"]["tp"] = 4
+    assert parse_model(model, "model.json", facts) == read_model(own)
+    shared = replace(facts, vision_tensor_model_parallel_size=None)
+    assert "image_encoder.tp: 1 does not agree with parallel.vision_tensor_model_parallel_size" in fault("image_encoder", "tp", 1, shared)
+    assert "text_decoder.tp: 2 does not agree with parallel.tensor_model_parallel_size" in fault("text_decoder", "tp", 2, facts)
+    assert "image_encoder.pp: 2 cannot be had here, only null: the stages of a component are" in fault("image_encoder", "pp", 2, facts)
+    assert "image_encoder.cp: 2 cannot be had here, only null: parallel.context_parallel_size" in fault("image_encoder", "cp", 2, facts)
 
 
 @pytest.mark.parametrize(

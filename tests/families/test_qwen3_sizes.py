@@ -56,11 +56,12 @@ def split(size: str, lists: Lists, tensor: int = 1, expert: int = 1) -> tuple[li
 
 
 def splits() -> list[Any]:
-    """Dense models: every TP at every list. 30B: every TP and EP at its example's list, EP 8 at the others. 235B: the ends of the range."""
+    """Dense models: every TP at the last list, the largest at the others. 30B: every TP and EP at its example's list, EP 8 at the others. 235B: the
+    ends of the range."""
     cases = []
     for size, all_lists in LISTS.items():
         if "moe" not in QWEN3_VL[size]["model_type"]:
-            cases += [(size, lists, tensor, 1) for lists, tensor in product(all_lists, (1, 2, 4, 8))]
+            cases += [(size, all_lists[-1], tensor, 1) for tensor in (1, 2, 4)] + [(size, lists, 8, 1) for lists in all_lists]
         elif size == "30b":
             cases += [(size, all_lists[1], tensor, expert) for tensor, expert in product((1, 2, 4), (1, 2, 4, 8))]
             cases += [(size, lists, 1, 8) for lists in (all_lists[0], all_lists[2])]

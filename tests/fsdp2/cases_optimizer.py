@@ -59,7 +59,7 @@ def train_toy(settings: Mapping[str, Any], steps: int) -> dict[str, Any]:
             parameter = optimizer.parameters[name]
             assert isinstance(parameter, DTensor)
             parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        norms.append(optimizer.norm(meshes.device))
+        norms.append(optimizer.norms(meshes.device)[0])
         optimizer.clip(norms[-1], settings.get("clip_grad", 1.0))
         optimizer.step(settings["lr"])
     whole = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -115,4 +115,4 @@ def norm_of_replicated_and_sharded() -> float:
     optimizer = ShardedOptimizer(model, Fsdp2Training(train_iters=1))
     optimizer.parameters["same"].grad = torch.tensor([3.0])
     optimizer.parameters["cut"].grad = distribute_tensor(torch.tensor([4.0, 0.0]), meshes.sharding, [Shard(0)])
-    return optimizer.norm(meshes.device)
+    return optimizer.norms(meshes.device)[0]

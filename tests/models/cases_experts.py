@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from tangram.align.assemble import write_pieces
 from tangram.backends.megatron.engine import MegatronEngine
@@ -17,6 +18,7 @@ from tangram.config.data import BasicParameters, DataConfig, DatasetParam, Prepr
 from tangram.config.parsing import read_mapping
 from tangram.config.run import ModelSource, ParallelConfig, RunConfig, TrainingConfig
 from tangram.families.base import get_family
+from tangram.models.grouped_experts import GroupedExperts
 
 Settings = dict[str, Any]
 
@@ -50,11 +52,18 @@ def engine_of(hf: Path, parallel: Settings, text: Settings, **training: Any) -> 
     return engine
 
 
+def grouped(engine: MegatronEngine) -> bool:
+    """Whether its experts run as one product."""
+    (kind,) = {type(module) for model in engine.models for module in model.modules() if isinstance(module, SequentialMLP)}
+    return kind is GroupedExperts
+
+
 def observe(hf: Path, out: Path, rank: int, cases: dict[str, Settings]) -> dict[str, tuple[float, float, float | None]]:
     """Loss, gradient norm and balance of each case; gradients go to ``out``."""
     found = {}
     for name, case in cases.items():
         engine = engine_of(hf, case.get("parallel", {}), case.get("text", {}), **case.get("training", {}))
+        assert grouped(engine) == case.get("parallel", {}).get("moe_grouped_gemm", False)
         mine = micro_batches(token=case.get("token"))[engine.data_parallel_rank :: engine.data_parallel_size]
         result = engine.forward_backward(mine)
         write_pieces(engine.canonical_gradients(), out / f"{name}.{rank}")

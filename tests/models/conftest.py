@@ -7,11 +7,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tangram.align.reference import token_types
+from tangram.data.encode import EncodedSample
+from tangram.data.media import Medium
 
 SPECIAL = {"image_token_id": 310, "video_token_id": 311, "vision_start_token_id": 308, "vision_end_token_id": 309}
 TEXT = {
@@ -59,7 +62,8 @@ def make_hf(family: str, tied: bool = False) -> Any:
         config = transformers.Qwen2_5_VLConfig(text_config=dict(TEXT), vision_config=vision | windows, tie_word_embeddings=tied, **SPECIAL)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     elif family == "qwen3_vl":
-        text = {**TEXT, "head_dim": 16, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]}}
+        # Heads are wider than hidden_size / num_attention_heads = 16, as those of the published models with experts are.
+        text = {**TEXT, "head_dim": 24, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 3, 3]}}
         tower = {"depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "out_hidden_size": 64, "patch_size": 14}
         deepstack = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1, 3]}
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=tower | deepstack, tie_word_embeddings=tied, **SPECIAL)
@@ -125,3 +129,29 @@ def make_batch(grids: list[tuple[int, int, int]], rows: list[list[int]], left_pa
         batch["pixel_values"] = torch.randn(sum(t * h * w for t, h, w in grids), 1176, generator=generator)
         batch["image_grid_thw"] = torch.tensor(grids)
     return batch
+
+
+def make_sample(number: int, *parts: list[int] | tuple[int, int, int], seed: int = 0, timed: bool = False) -> EncodedSample:
+    """A sample of words (lists), images and videos (grids; more than one step is a video); words divisible by 3 and media are not learnt.
+
+    Args:
+        timed: each step of a video is a run of tokens after a time of two words, as Qwen3-VL writes it.
+    """
+    generator = np.random.default_rng([number, seed])
+    image, video, start, end = (SPECIAL[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
+    sample = EncodedSample(number, image_pixels=[], video_pixels=[])
+    for part in parts:
+        if isinstance(part, list):
+            sample.input_ids += part
+            continue
+        t, h, w = part
+        media, pixels, token = (sample.images, sample.image_pixels, image) if t == 1 else (sample.videos, sample.video_pixels, video)
+        media.append(Medium(part, None if t == 1 else 1.5))
+        pixels.append(generator.standard_normal((t * h * w, 1176), dtype=np.float32))
+        if timed and t > 1:
+            for step in range(t):
+                sample.input_ids += [200 + step, 207, start, *[token] * (h * w // 4), end]
+        else:
+            sample.input_ids += [start, *[token] * (t * h * w // 4), end]
+    sample.labels = [token if token < 300 and token % 3 else -100 for token in sample.input_ids]
+    return sample

@@ -31,7 +31,7 @@ def assemble(hf: Any, family_name: str, **overrides: Any) -> tuple[VLMModel, Pla
     built = build_model_chunk(model, chunk, topology, torch.float32, text.vocab_size)
     placement = place(family.tensor_table(model, text.vocab_size), topology, 0, chunk)
     parameters = dict(built.named_parameters())
-    mark_parallel(parameters, placement)
+    mark_parallel(parameters, placement, topology)
     state = hf.state_dict()
     with torch.no_grad():
         for block in placement.blocks:
@@ -186,7 +186,7 @@ def test_a_model_that_is_not_the_tables_is_refused_by_name(one_process: None) ->
     parameters = dict(built.named_parameters())
     parameters["text_decoder.extra.weight"] = parameters.pop("text_decoder.output_layer.weight")
     with pytest.raises(PlacementError, match="1 missing: text_decoder.output_layer.weight; 1 unexpected: text_decoder.extra.weight"):
-        mark_parallel(parameters, placement)
+        mark_parallel(parameters, placement, built.topology)
 
 
 def test_a_stage_after_frozen_ones_keeps_no_activations_for_them(one_process: None) -> None:

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tangram.data.collate import Collator
 from tangram.data.encode import EncodedSample
-from tangram.data.media import Medium
 from tangram.families import get_family
 from tangram.models.media import add_rows, media_places, put_rows
 from tangram.models.payload import activation_shapes, pack, payload_shape, unpack
 from tangram.models.rope import inverse_frequencies, text_angles
 from tangram.models.vlm import VLMModel
 from tangram.placement.topology import Topology
-from tests.models.conftest import SPECIAL, hf_config, make_hf, run_hf
+from tests.models.conftest import hf_config, make_hf, make_sample, run_hf
 from tests.models.test_against_hf import assemble, canonical_gradients, relative
 
-IMAGE, VIDEO, START, END = (SPECIAL[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
 BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 Grid = tuple[int, int, int]
-
-
-def make_sample(number: int, *parts: list[int] | Grid) -> EncodedSample:
-    """Words (lists), images and videos (grids). A video of t steps is t runs of tokens, each after a time of two words, as Qwen3-VL writes it."""
-    generator = np.random.default_rng(number)
-    sample = EncodedSample(number, image_pixels=[], video_pixels=[])
-    for part in parts:
-        if isinstance(part, list):
-            sample.input_ids += part
-            continue
-        t, h, w = part
-        media, pixels, token = (sample.images, sample.image_pixels, IMAGE) if t == 1 else (sample.videos, sample.video_pixels, VIDEO)
-        media.append(Medium(part, None if t == 1 else 1.5))
-        pixels.append(generator.standard_normal((t * h * w, 1176), dtype=np.float32))
-        for step in range(t):
-            sample.input_ids += [*([] if t == 1 else [200 + step, 207]), START, *[token] * (h * w // 4), END]
-    sample.labels = [token if token < 300 and token % 3 else -100 for token in sample.input_ids]
-    return sample
 
 
 def mixed() -> list[EncodedSample]:
@@ -48,8 +27,8 @@ def mixed() -> list[EncodedSample]:
     return [
         make_sample(0, [1, 2], (1, 4, 6), list(range(40, 52))),
         make_sample(1, list(range(100, 117))),
-        make_sample(2, [22], (3, 6, 4), [23, 25], (1, 8, 4), list(range(60, 71))),
-        make_sample(3, (1, 4, 4), [7], (2, 4, 4), [8, 10], (1, 6, 4), [11, 13]),
+        make_sample(2, [22], (3, 6, 4), [23, 25], (1, 8, 4), list(range(60, 71)), timed=True),
+        make_sample(3, (1, 4, 4), [7], (2, 4, 4), [8, 10], (1, 6, 4), [11, 13], timed=True),
     ]
 
 

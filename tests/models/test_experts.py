@@ -25,15 +25,20 @@ PIPELINE = {"pipeline_model_parallel_size": 2, "llm_pp_layers": [1, 1]}
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 ROUTERS = {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+GROUPED = {"moe_grouped_gemm": True}
+ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 PLAIN: dict[str, dict[str, Any]] = {
     "copies": {},
     "two": {"parallel": TWO},
-    "two, allgather": {"parallel": TWO | {"moe_token_dispatcher_type": "allgather"}},
+    "two, allgather": {"parallel": TWO | ALL_GATHER},
     "two, sharded": {"parallel": TWO | SHARDED},
     "two, stages": {"parallel": TWO | PIPELINE},
     "four": {"parallel": FOUR},
+    "grouped, copies": {"parallel": GROUPED},
+    "grouped, two, tensor": {"parallel": GROUPED | TWO | TENSOR},
+    "grouped, two, tensor, allgather": {"parallel": GROUPED | TWO | TENSOR | ALL_GATHER},
 }
-TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CONTEXT = {"context_parallel_size": 2}
 BALANCED: dict[str, dict[str, Any]] = {
     "two, balanced": {"parallel": TWO, "text": ROUTERS},
@@ -44,10 +49,17 @@ BALANCED: dict[str, dict[str, Any]] = {
 PER_SAMPLE: dict[str, dict[str, Any]] = {"per sample, balanced": {"parallel": TWO, "text": ROUTERS, "training": {"loss_type": "per_sample_loss"}}}
 IDLE: dict[str, dict[str, Any]] = {
     "idle": {"parallel": FOUR | {"overlap_grad_reduce": True}, "token": 7},
-    "idle, allgather": {"parallel": FOUR | {"moe_token_dispatcher_type": "allgather"}, "token": 7},
+    "idle, allgather": {"parallel": FOUR | ALL_GATHER, "token": 7},
+    "idle, grouped": {"parallel": FOUR | GROUPED, "token": 7},
+    "idle, grouped, two": {"parallel": TWO | GROUPED | ALL_GATHER, "token": 7},
 }
 """All tokens are the same, so the same two of four experts get them, and two ranks of four have nothing to do."""
-CURVES: dict[str, dict[str, Any]] = {"copies": {}, "two": TWO, "four, sharded": FOUR | SHARDED}
+CURVES: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "two": TWO,
+    "four, sharded": FOUR | SHARDED,
+    "two, grouped": TWO | SHARDED | GROUPED | {"overlap_param_gather": True},
+}
 
 
 @pytest.fixture(scope="module")

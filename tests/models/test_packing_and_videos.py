@@ -4,47 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tangram.config.model import ModelConfig
 from tangram.data.collate import Collator
 from tangram.data.encode import EncodedSample
-from tangram.data.media import Medium
 from tangram.errors import DataError
 from tangram.families import get_family
 from tangram.losses.modes import reduce_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.text_plan import packed_lengths
 from tangram.models.vlm import VLMModel
-from tests.models.conftest import SPECIAL, hf_config, hf_positions, make_hf, run_hf
+from tests.models.conftest import SPECIAL, hf_config, hf_positions, make_hf, make_sample, run_hf
 from tests.models.test_against_hf import assemble, canonical_gradients, relative
 
-IMAGE, VIDEO, START, END = (SPECIAL[name] for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
 LOSS_TYPES = ("default", "per_sample_loss", "per_token_loss")
 MODEL_ONLY = ("input_ids", "attention_mask", "position_ids", "labels", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 PACKED = (*MODEL_ONLY, "cu_seqlens", "cu_seqlens_padded")
 
 Grid = tuple[int, int, int]
-
-
-def make_sample(number: int, *parts: int | list[int] | Grid, seed: int = 0) -> EncodedSample:
-    """A sample of words (lists), images and videos (grids; more than one step is a video); words divisible by 3 and media are not learnt."""
-    generator = np.random.default_rng([number, seed])
-    sample = EncodedSample(number, image_pixels=[], video_pixels=[])
-    for part in parts:
-        if isinstance(part, list):
-            sample.input_ids += part
-            continue
-        t, h, w = part
-        patches = generator.standard_normal((t * h * w, 1176), dtype=np.float32)
-        media, pixels = (sample.images, sample.image_pixels) if t == 1 else (sample.videos, sample.video_pixels)
-        media.append(Medium(part, None if t == 1 else 1.5))
-        pixels.append(patches)
-        sample.input_ids += [START, *[IMAGE if t == 1 else VIDEO] * (t * h * w // 4), END]
-    sample.labels = [token if token < 300 and token % 3 else -100 for token in sample.input_ids]
-    return sample
 
 
 def mixed() -> list[EncodedSample]:
@@ -218,4 +197,4 @@ def test_videos_that_do_not_fit_their_placeholders_are_refused_with_both_numbers
 
 def test_the_model_config_says_which_tokens_are_videos() -> None:
     model = get_family("qwen2_5_vl").from_hf_config(hf_config(make_hf("qwen2_5_vl")))
-    assert (model.img_context_token_id, model.video_token_id) == (IMAGE, VIDEO)
+    assert (model.img_context_token_id, model.video_token_id) == (SPECIAL["image_token_id"], SPECIAL["video_token_id"])

@@ -77,3 +77,13 @@ def test_ranks_out_of_range_are_our_own_mistake():
         SequenceSplit(8, context=3, ring=2)
     with pytest.raises(AssertionError, match="context rank 2 of 2"):
         SequenceSplit(8, context=2, context_rank=2)
+
+
+def test_positions_are_divided_along_the_sequence_and_not_along_time_height_and_width():
+    """NVIDIA-NeMo/Automodel#1482 cut the first axis. [3, b, s] of 3 x 2 rows that each count from 10 times their number."""
+    table = torch.arange(7) + 10 * torch.arange(6).view(3, 2, 1)
+    for ring, expected in ((1, ([0, 1, 2, 3], [4, 5, 6])), (2, ([0, 1, 6], [2, 3, 4, 5]))):
+        for split, places in zip(ranks(7, context=2, ring=ring), expected, strict=True):
+            taken = split.take_context(split.pad(table, -1), -1)
+            assert taken.shape == (3, 2, 4) and taken[2, 1, : len(places)].tolist() == [50 + place for place in places]
+            assert taken[..., : len(places)].tolist() == table[..., places].tolist()

@@ -17,8 +17,8 @@ from tests.training.test_resume import relative, stored
 from tests.trial import Record, Trial, metrics, run, split
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-FOUR = split(2, [2, 0], [1, 1], use_distributed_optimizer=True)
-"""TP2 x PP2 with sharded optimizer state."""
+FOUR = split(2, [2, 0], [1, 1], vision_tensor_model_parallel_size=1, use_distributed_optimizer=True)
+"""TP2 x PP2 with sharded optimizer state, each tensor-parallel rank with the whole vision encoder."""
 
 
 def trial_of_both(folder: Path, dtype: str, family: str = "qwen2_5_vl", layers: int = 4) -> tuple[Trial, Path]:

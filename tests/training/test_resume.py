@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +10,26 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.trial import BATCH, SAMPLES, Record, Trial, metrics, run, split, train
+from tests.trial import BATCH, SAMPLES, Record, Trial, run, split, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 STOP, END = 3, 6
 ZERO = {"use_distributed_optimizer": True}
-SAVED = {
-    "TP2 x PP2, distributed optimizer": (split(2, [4, 0], [1, 3], **ZERO), 4),
-    "TP2 x DP2, distributed optimizer": (split(2, **ZERO), 4),
-}
+SAVED = split(2, [4, 0], [1, 3], **ZERO), 4
+"""TP2 x PP2, distributed optimizer."""
 RESUMED = {
-    "one process": (split(), 1),
-    "tensor": (split(2), 2),
     "context": (split(1, context_parallel_size=2, **ZERO), 2),
     "virtual stages": (split(1, [[2, 2], [0, 0]], [[0, 0], [2, 2]]), 2),
 }
+"""That any split reads what any other has saved is shown by ``tests/checkpoints/test_crossing.py``; here the command does it, with its data."""
 WHOLE = [f"training.train_iters={END}", "training.lr_decay_style=cosine", f"training.save_interval={STOP}"]
 
 
-@pytest.fixture(scope="module", params=SAVED)
-def uninterrupted(request: pytest.FixtureRequest, trials: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
+@pytest.fixture(scope="module")
+def uninterrupted(trials: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
     """More than an epoch of five steps, saved in the middle and at the end."""
     folder = tmp_path_factory.mktemp("whole")
-    overrides, ranks = SAVED[request.param]
+    overrides, ranks = SAVED
     return folder, train(folder, trials(True), [*WHOLE, f"training.save={folder}/ckpt", *overrides], ranks)
 
 
@@ -151,73 +146,3 @@ def test_no_sample_is_repeated_or_missed_when_the_data_parallel_size_changes(tri
             assert len(batch) == BATCH
             seen += batch
     assert sorted(seen) == list(range(SAMPLES)), "one epoch: each sample once"
-
-
-@pytest.fixture(scope="module")
-def three_steps(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("three")
-    train(folder, trial, ["training.train_iters=3", f"training.save={folder}/ckpt", "training.lr_decay_style=cosine"])
-    return folder / "ckpt"
-
-
-def test_a_longer_run_is_told_and_its_rate_never_rises(trial: Trial, three_steps: Path, folder: Path) -> None:
-    """Nerogar/OneTrainer 1604: a schedule rebuilt from another length falls and then rises."""
-    command = ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", "training.train_iters=6", f"training.metrics_file={folder}/m"]
-    output = run(folder, [*command, "training.lr_decay_style=cosine"]).succeeded().output
-    assert "lr_decay_steps was 3, is 6; the new one is used" in output
-    rates = [row["lr"] for row in metrics(folder / "m")]
-    assert len(rates) == 3 and rates == sorted(rates, reverse=True)
-
-
-def test_another_global_batch_size_is_refused_since_it_would_move_the_order(trial: Trial, three_steps: Path, folder: Path) -> None:
-    """Samples 0..23 are consumed, also a multiple of 4; but with drop_last the epochs of 8 and of 4 end at different places."""
-    command = ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", "training.lr_decay_style=cosine"]
-    outcome = run(folder, [*command, "training.global_batch_size=4"])
-    (line,) = outcome.errors()
-    assert outcome.codes == [2] and "with global_batch_size 8, " in line and "with global_batch_size 4, " in line
-
-
-def test_a_number_that_shows_in_no_shape_is_compared_with_the_checkpoint(trial: Trial, three_steps: Path, folder: Path) -> None:
-    """The tiny model's rms_norm_eps is 1e-6, as in the published ones."""
-    shutil.copytree(trial.hf, folder / "hf")
-    config = (folder / "hf" / "config.json").read_text()
-    assert '"rms_norm_eps": 1e-06' in config
-    (folder / "hf" / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    outcome = run(folder, ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", f"model.hf_dir={folder}/hf"])
-    (line,) = outcome.errors()
-    assert outcome.codes == [2] and f"text_decoder.layernorm_epsilon is 1e-05 but 1e-06 in {three_steps}" in line
-
-
-def test_a_finished_run_says_so(trial: Trial, three_steps: Path, folder: Path) -> None:
-    command = ["tangram", "train", str(trial.run_file), f"model.load={three_steps}", "training.train_iters=3", "training.lr_decay_style=cosine"]
-    assert "nothing to do: step 3 of 3 is done" in run(folder, command).succeeded().output
-
-
-def test_an_unfinished_folder_of_the_step_to_save_is_in_nobodys_way(trial: Trial, three_steps: Path, folder: Path) -> None:
-    """NVIDIA-NeMo/Automodel 3254: rank 0 fails on the leftover of a killed save and the others wait."""
-    (folder / "ckpt" / "iter_0000004").mkdir(parents=True)
-    command = [f"model.load={three_steps}", "training.train_iters=4", "training.lr_decay_style=cosine", f"training.save={folder}/ckpt"]
-    train(folder, trial, [*command, *split(2)], 2)
-    assert (folder / "ckpt" / "iter_0000004" / "manifest.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nope", "no such folder; give a folder of weights, or leave load out"),
-        ("empty", "neither a Hugging Face directory (*.safetensors), nor an mp_rank directory"),
-        ("file", "it is a file; give a folder of weights"),
-    ],
-)
-def test_a_wrong_path_is_an_error_and_never_random_weights(name: str, message: str, trial: Trial, folder: Path) -> None:
-    """NVIDIA-NeMo/Megatron-Bridge 1649, pytorch/torchtitan PR 1311."""
-    (folder / "empty").mkdir(parents=True)
-    (folder / "file").write_text("x")
-    outcome = run(folder, ["tangram", "train", str(trial.run_file), f"model.load={folder}/{name}"])
-    assert outcome.codes == [2]
-    (line,) = outcome.errors()
-    assert message in line and name in line and "Traceback" not in outcome.output
-
-
-def test_losses_are_finite(three_steps: Path) -> None:
-    assert all(math.isfinite(row["loss"]) for row in metrics(three_steps.parent / "metrics.jsonl"))

@@ -12,23 +12,20 @@ import pytest
 from tests.trial import Record, Trial, run, split, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-STEPS = 8
+STEPS = 6
 """An epoch has five."""
 RUN = [f"training.train_iters={STEPS}", "training.lr=3.0e-3", "training.lr_decay_style=cosine", "training.clip_grad=1.0"]
 SPLITS = {
-    "tensor": (split(2), 2),
     "pipeline": (split(1, [4, 0], [1, 3]), 2),
     "tensor and pipeline": (split(2, [4, 0], [2, 2]), 4),
     "virtual stages": (split(1, [[2, 2], [0, 0]], [[0, 0], [1, 3]]), 2),
     "vision over two stages": (split(1, [2, 2], [0, 4]), 2),
-    "text from the second stage": (split(1, [4, 0], [0, 4]), 2),
-    "two copies": ([], 2),
     "two copies, distributed optimizer": (split(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True), 2),
     "tensor, two copies, distributed optimizer": (split(2, use_distributed_optimizer=True), 4),
     "ring, distributed optimizer": (split(context_parallel_size=2, context_parallel_algo="megatron_cp_algo", use_distributed_optimizer=True), 2),
 }
-TIED = ["tensor", "tensor and pipeline", "virtual stages", "two copies, distributed optimizer"]
-"""Splits that tie embeddings and draw random weights, each in another way: on one stage, on two, on two of several chunks, in copies."""
+TIED = ["tensor and pipeline", "virtual stages", "two copies, distributed optimizer"]
+"""Splits that tie embeddings and draw random weights, each in another way: on two stages, on two of several chunks, in copies."""
 RANDOM = ["model.load=null", "training.seed=7"]
 
 Curves = Callable[[bool, bool], list[Record]]

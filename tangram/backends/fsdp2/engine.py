@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
 from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.file_names import ModelFileNames
@@ -161,8 +161,9 @@ class Fsdp2Engine:
             if backward:
                 loss.backward()
             total += loss.detach()
+        own = total.clone()
         dist.all_reduce(total)
-        return ForwardResult(loss=float(total), weight=denominator, tokens=tokens)
+        return ForwardResult(loss=float(total), weight=denominator, tokens=tokens, own_loss=float(own))
 
     def _supervised(self, batch: Batch) -> Supervised:
         """The learnt positions whose logits this rank computes."""
@@ -238,14 +239,14 @@ class Fsdp2Engine:
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients. A loss or gradient that is not finite on any rank changes nothing anywhere."""
         assert self._loss is not None, "step() follows forward_backward()"
-        norm = self.optimizer.norm(self.meshes.device)
+        norm, own = self.optimizer.norms(self.meshes.device)
         skipped = not (math.isfinite(norm) and math.isfinite(self._loss))
         if not skipped:
             self.optimizer.clip(norm, self.run.training.clip_grad, self.settings.training.clip_grad_foreach)
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self._loss = None
-        return StepResult(grad_norm=norm, skipped=skipped)
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own))
 
     def canonical_parameters(self) -> Iterator[CanonicalTensor]:
         """This rank's shards."""

@@ -87,19 +87,22 @@ class ShardedOptimizer:
             parameter.grad = self.shards[name].grad = None
 
     @torch.no_grad()
-    def norm(self, device: torch.device) -> float:
-        """2-norm of the gradients of the whole model, each element counted once on whatever ranks it lies. Collective over all ranks."""
+    def norms(self, device: torch.device) -> tuple[float, float]:
+        """2-norms of the gradients: of the whole model, each element counted once on whatever ranks it lies, and of this rank's shards alone.
+        Collective over all ranks."""
         world = dist.get_world_size()
         by_share: dict[float, list[Tensor]] = defaultdict(list)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 by_share[_distinct_parts(parameter.grad) / world].append(local_value(parameter.grad))
-        total = torch.zeros((), dtype=current().sum_dtype, device=device)
+        total, own = torch.zeros(2, dtype=current().sum_dtype, device=device).unbind()
         for share, gradients in by_share.items():
             norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=current().sum_dtype))
-            total += norms.square().sum().to(device) * share
+            squares = norms.square().sum().to(device)
+            total += squares * share
+            own += squares
         dist.all_reduce(total)
-        return float(total.sqrt())
+        return float(total.sqrt()), float(own.sqrt())
 
     @torch.no_grad()
     def clip(self, norm: float, largest: float, foreach: bool = True) -> None:

@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
 from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, get_batch, report_loss
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdown
+from tangram.backends.megatron.router_losses import RouterLosses, weight_of
 from tangram.backends.megatron.settings import ddp_config, freeze_arguments, optimizer_config
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.config.attention import check_attention
 from tangram.config.context import check_context
-from tangram.config.model import ExpertKeys, ModelConfig
+from tangram.config.model import ModelConfig
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
-from tangram.losses.modes import denominator_of
 from tangram.placement.blocks import Placement, canonical_shapes, place
 from tangram.placement.table import Rule, padded_vocabulary
 from tangram.placement.topology import Chunk, Topology
@@ -104,6 +104,7 @@ class MegatronEngine:
         self.needs_pixels = any(local.chunk.vision_first for local in self.chunks)
         self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == self.ranks.context_parallel_rank == 0
         self._forward_step = forward_step or _default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
+        self._routers = RouterLosses(self.model.text_decoder, run.training.loss_type)
         self._prepare_schedule(first, last)
 
     def _build_chunks(self, build_chunk: ChunkBuilder, padded_vocab: int) -> list[nn.Module]:
@@ -120,7 +121,7 @@ class MegatronEngine:
             module.freeze(**freeze_arguments(self.model))  # type: ignore[operator]
             placement = place(self.table, self.topology, self.ranks.tensor_parallel_rank, chunk, self.ranks.expert_parallel_rank)
             parameters = dict(module.named_parameters())
-            mark_parallel(parameters, placement, self.topology.expert > 1, sequence_parallel=self.topology.sequence_parallel)
+            mark_parallel(parameters, placement, self.topology)
             self.chunks.append(LocalChunk(chunk, placement, parameters))
             modules.append(module)
         return modules
@@ -170,22 +171,37 @@ class MegatronEngine:
 
         from tangram.backends.megatron.communicator import PipelineCommunicator
         from tangram.backends.megatron.gradients import make_finalizer
+        from tangram.models.vision_groups import installed_copies
 
         virtual = self.topology.virtual if self.topology.virtual > 1 else None
         no_sync = [model.no_sync for model in self.models]
+        finalize = make_finalizer(self.models, first, last, self._copied_parameters(), installed_copies(self.topology))
         for model in self.models:
             config = model.config
             config.pipeline_model_parallel_size = self.topology.pipeline
             config.microbatch_group_size_per_vp_stage = self.topology.pipeline
             config.pipeline_dtype = self.dtype
             config.deallocate_pipeline_outputs = True
-            config.finalize_model_grads_func = make_finalizer(self.models, first, last)
+            config.finalize_model_grads_func = finalize
             config.grad_scale_func = self.optimizer.scale_loss if self.dtype == torch.float16 else None
             if self.run.parallel.overlap_grad_reduce:
                 config.no_sync_func = no_sync if virtual else no_sync[0]
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._communicator = PipelineCommunicator(self.ranks, self.models[0].config, self.topology, self.model)
         self._schedule = get_forward_backward_func(self.topology.pipeline, virtual)
+
+    def _copied_parameters(self) -> list[nn.Parameter]:
+        """Those of the vision encoder's copies whose gradients megatron-core does not sum over tensor-parallel ranks anyway."""
+        if self.topology.vision_copies == 1:
+            return []
+        return [
+            parameter
+            for local in self.chunks
+            for name, parameter in local.parameters.items()
+            if local.placement.tensors[name].rule.component == "vision"
+            and parameter.requires_grad
+            and not getattr(parameter, "sequence_parallel", False)
+        ]
 
     def forward_backward(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Run this rank's micro-batches of one global batch; gradients are final and unclipped afterwards.
@@ -214,8 +230,8 @@ class MegatronEngine:
                 f"{count} micro-batches per data-parallel rank are not a multiple of the pipeline size {stages}, which virtual stages need; "
                 "change global_batch_size or micro_batch_size"
             )
-        if self._router_loss and not forward_only:
-            micro_batches = [self._weighed(batch) for batch in micro_batches]
+        if not forward_only:
+            micro_batches = self._routers.weigh(micro_batches)
         self._communicator.begin(micro_batches, forward_only)
         reports = self._schedule(
             forward_step_func=self._step_one,
@@ -230,17 +246,6 @@ class MegatronEngine:
         )
         self._communicator.finish()
         return self._total(reports, micro_batches)
-
-    @property
-    def _router_loss(self) -> bool:
-        """Whether routers of experts add to the loss in training."""
-        text = self.model.text_decoder
-        return isinstance(text, ExpertKeys) and text.has_router_loss
-
-    def _weighed(self, batch: Batch) -> Batch:
-        """The micro-batch with what it adds to the denominator of the run's loss type, by which routers' losses are averaged."""
-        weight = denominator_of(batch["labels"], batch.get("cu_seqlens_padded"), self.run.training.loss_type)
-        return {**batch, "loss_weight": torch.tensor(weight)}
 
     def _step_one(self, iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
         from megatron.core.utils import make_viewless_tensor
@@ -258,34 +263,25 @@ class MegatronEngine:
 
     def _total(self, reports: Sequence[Any], micro_batches: Sequence[Batch]) -> ForwardResult:
         """Sum over micro-batches and data-parallel ranks; only one rank per copy of the model speaks, and all hear the same."""
-        weighed = any("loss_weight" in batch for batch in micro_batches)
-        totals = [0.0, 0.0, 0.0, 0.0]
+        totals, own = [0.0, 0.0, 0.0, 0.0], None
+        if self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
+            # Tensor- and context-parallel ranks find the same, or one of them is wrong.
+            own = sum(float(report["loss"][0]) for report in reports)
         first = self.ranks.tensor_parallel_rank == self.ranks.context_parallel_rank == 0
         if first and self.ranks.pipeline_parallel_rank == self.topology.pipeline - 1:
             pairs = [report["loss"] for report in reports]
             labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
-            weights = sum(float(batch.get("loss_weight", 0)) for batch in micro_batches)
-            totals = [sum(float(n) for n, _ in pairs), sum(float(d) for _, d in pairs), float(labels), weights]
-        summed = torch.tensor([*totals, self._take_load_balancing() if weighed else 0.0], dtype=current().sum_dtype, device=self.ranks.device)
+            totals = [sum(float(n) for n, _ in pairs), sum(float(d) for _, d in pairs), float(labels), weight_of(micro_batches)]
+        summed = torch.tensor([*totals, self._routers.take(micro_batches)], dtype=current().sum_dtype, device=self.ranks.device)
         dist.all_reduce(summed)
-        numerator, denominator, tokens, weights, balancing = summed.tolist()
-        if weighed and weights != denominator:
-            raise ConfigError(
-                f"loss_func averages over {denominator:g}, loss_type {self.run.training.loss_type} over {weights:g}, by which routers' losses are "
-                "averaged; give loss_func the denominators of loss_type, or set moe_aux_loss_coeff and moe_z_loss_coeff to 0"
-            )
+        numerator, denominator, tokens, weight, balancing = summed.tolist()
         return ForwardResult(
             loss=numerator / denominator if denominator else 0.0,
             weight=denominator,
             tokens=int(tokens),
-            load_balancing=balancing / denominator / self.topology.text_layers if balancing and denominator else None,
+            load_balancing=self._routers.mean(micro_batches, balancing, weight, denominator),
+            own_loss=own / denominator if own is not None and denominator else None,
         )
-
-    @staticmethod
-    def _take_load_balancing() -> float:
-        from tangram.models.experts import take_load_balancing
-
-        return take_load_balancing()
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
@@ -293,7 +289,7 @@ class MegatronEngine:
 
         A loss, gradient or fp16 overflow that is not finite on any rank makes all ranks leave weights and moments as they are.
         """
-        from tangram.backends.megatron.gradients import clip
+        from tangram.backends.megatron.gradients import clip, norms_of
 
         assert self._loss is not None, "step() follows forward_backward()"
         for group in self.optimizer.param_groups:
@@ -301,13 +297,16 @@ class MegatronEngine:
             group["weight_decay"] = self.run.training.weight_decay * group["wd_mult"]
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
+        own, shared = norms_of(self.optimizer.param_groups)
         skipped = overflow or not math.isfinite(norm) or not math.isfinite(self._loss)
         if not skipped:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             clip(parameters, norm, self.run.training.clip_grad)
             self.optimizer.step_with_ready_grads()
         self._clear_gradients()
-        return StepResult(grad_norm=norm, skipped=skipped)
+        # Tensor-parallel ranks are neighbours.
+        group = dist.get_rank() - self.ranks.tensor_parallel_rank
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group))
 
     @property
     def loss_scale(self) -> float:

@@ -16,6 +16,7 @@ from tangram.backends.processes import join_processes
 from tangram.config.run import ParallelConfig
 from tangram.errors import ConfigError
 from tangram.models.context import install, make_groups
+from tangram.models.vision_groups import held_groups, install_vision, make_vision_groups
 from tangram.placement.topology import Topology
 from tangram.platform import current
 
@@ -53,10 +54,11 @@ def data_parallel_size(world_size: int, topology: Topology) -> int:
             f"world size {world_size} is not divisible by tensor-parallel {topology.tensor}{context} x pipeline-parallel {topology.pipeline} = "
             f"{topology.ranks_of_a_batch}; start a multiple of {topology.ranks_of_a_batch} processes"
         )
-    if copies % topology.expert:
+    if world_size % topology.process_unit:
+        context = f" x {topology.context} context-parallel" if topology.context > 1 else ""
         raise ConfigError(
-            f"world size {world_size} makes {copies} data-parallel ranks, which expert-parallel size {topology.expert} does not divide; start a "
-            f"multiple of {topology.ranks_of_a_batch * topology.expert} processes"
+            f"world size {world_size} makes {copies} data-parallel{context} ranks, which expert-parallel size {topology.expert} does not divide; "
+            f"start a multiple of {topology.process_unit} processes"
         )
     return copies
 
@@ -100,6 +102,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
     )
     context_group = parallel_state.get_context_parallel_group()
     install(make_groups(context_group, topology.ring, timeout) if topology.context > 1 else None)
+    install_vision(make_vision_groups(parallel_state.get_tensor_model_parallel_group(), topology, timeout))
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     ranks = ParallelRanks(
         rank=dist.get_rank(),
@@ -130,9 +133,10 @@ def _end_groups() -> None:
     """End the groups of an earlier call. Each has threads of its own, and there are some twenty: a process that builds many engines would drown."""
     from megatron.core import parallel_state
 
-    held = [value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)]
+    held = [value for value in vars(parallel_state).values() if isinstance(value, dist.ProcessGroup)] + held_groups()
     parallel_state.destroy_model_parallel()
     install(None)
+    install_vision(None)
     for group in {id(group): group for group in held if group is not dist.group.WORLD}.values():
         with contextlib.suppress(ValueError):  # one that ended with the process group of before; core still names it
             dist.destroy_process_group(group)

@@ -78,10 +78,12 @@ def summary_table(run: RunConfig, model: ModelConfig, table: list[Rule], topolog
         console.print(components)
     micro = batch // (run.training.micro_batch_size * data_size)
     sequence = " with sequence parallelism" if topology.sequence_parallel else ""
+    copies = topology.vision_copies
+    vision = f" (vision {topology.tensor_of('vision')}, {copies} copies that encode pictures of their own)" if copies > 1 else ""
     context = f" x context {topology.context} ({_context(topology)})" if topology.context > 1 else ""
     lines = [
         capture.get().rstrip(),
-        f"split: tensor {topology.tensor}{sequence}{context} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}"
+        f"split: tensor {topology.tensor}{vision}{sequence}{context} x pipeline {topology.pipeline} x virtual {topology.virtual} x data {data_size}"
         + (f", of which {topology.expert} divide the experts" if topology.expert > 1 else ""),
         *(
             f"  stage {chunk.position} (pipeline rank {chunk.pp_rank}, virtual {chunk.vp_rank}):"

@@ -67,8 +67,8 @@ def make_groups(whole: dist.ProcessGroup, ring: int, timeout: timedelta) -> Cont
     inner = outer = None
     for ranks in sorted({tuple(ranks) for ranks in everyone}):
         runs = [list(ranks[first : first + ulysses]) for first in range(0, size, ulysses)]
-        inner = _own([run for run in runs if ring > 1 and ulysses > 1], timeout) or inner
-        outer = _own([list(column) for column in zip(*runs, strict=True) if ring > 1 and ulysses > 1], timeout) or outer
+        inner = own_group([run for run in runs if ring > 1 and ulysses > 1], timeout) or inner
+        outer = own_group([list(column) for column in zip(*runs, strict=True) if ring > 1 and ulysses > 1], timeout) or outer
     if ring == 1:
         inner = whole
     elif ulysses == 1:
@@ -76,8 +76,8 @@ def make_groups(whole: dist.ProcessGroup, ring: int, timeout: timedelta) -> Cont
     return ContextGroups(whole, inner, outer)
 
 
-def _own(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make all groups; the one that this process is in."""
+def own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make groups of these ranks; the one that this process is in. Every process must call it."""
     made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
     return next((group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks), None)
 

@@ -8,6 +8,7 @@
 | ``segment_attention`` | ``torch_npu.npu_fusion_attention`` | flash-attn, TransformerEngine or ``varlen_attn`` of torch, see ``varlen`` |
 | ``attention``, with a mask | ``torch_npu.npu_fusion_attention`` | torch's own, which is the plain one |
 | ``attention_block`` and its backward | | flash-attn 2.7 or newer, if it is installed and the type has 16 bits |
+| ``grouped_linear`` | ``torch_npu.npu_grouped_matmul`` | TransformerEngine's ``GroupedLinear``, or torch's ``grouped_mm``, which the cpu has too |
 """
 
 from tangram.platform.operators import plain, varlen
@@ -36,8 +37,21 @@ attention = varlen.MASKED
 attention_block, attention_block_backward = varlen.BLOCK, varlen.BLOCK_BACKWARD
 """``(query [b, s, heads, d], key [b, t, groups, d], value, lengths, mask, scale) -> (out, log-sum-exp [b, heads, s])``, of some of the keys; and
 ``(gradient, query, key, value, out, log-sum-exp, lengths, mask, scale) -> gradients of query, key and value``"""
+_GROUPED = Fused("tangram.platform.operators.grouped", "torch.nn.functional", "grouped_mm")
+grouped_linear = Operator(
+    "grouped_linear",
+    plain.grouped_linear,
+    {
+        "npu": Fused(_NPU, "torch_npu", "npu_grouped_matmul"),
+        "cuda": (Fused("tangram.platform.operators.grouped_te", "transformer_engine.pytorch", "GroupedLinear"), _GROUPED),
+        "cpu": _GROUPED,
+    },
+)
+"""``(tokens [n, in], weights, each [out, in], counts) -> [n, out]``, each weight for its own run of tokens"""
 
-OPERATORS = {operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention, attention_block, attention_block_backward)}
+OPERATORS = {
+    operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention, attention_block, attention_block_backward, grouped_linear)
+}
 
 __all__ = [
     "OPERATORS",
@@ -49,6 +63,7 @@ __all__ = [
     "attention_block",
     "attention_block_backward",
     "check_backend",
+    "grouped_linear",
     "ring_blocks",
     "rms_norm",
     "segment_attention",

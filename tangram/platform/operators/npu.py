@@ -5,13 +5,16 @@ Not run on such a device: none was at hand. Tested with a stand-in for torch_npu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor
 
+from tangram.platform.operators import plain
 from tangram.platform.operators.segments import Segments
 
 CAUSAL_MASK = 2048
@@ -91,3 +94,37 @@ def _blocked(causal: bool, device: torch.device) -> tuple[Tensor | None, int]:
 @cache
 def _causal_mask(device: torch.device) -> Tensor:
     return torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu(1)
+
+
+ROWS, SUMMED = 0, 2
+"""Axes of ``npu_grouped_matmul`` that are cut into groups: rows of the left matrix, or the axis that is summed over."""
+
+
+def grouped_linear(tokens: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """As ``plain.grouped_linear``, which computes a single group, of which the kernel makes none."""
+    if not sum(counts) or len(weights) == 1:
+        return plain.grouped_linear(tokens, weights, counts)
+    made: Tensor = _GroupedLinear.apply(tokens, torch.tensor(counts, dtype=torch.int64, device=tokens.device), *weights)
+    return made
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, counts, *weights)
+        return _grouped(tokens, [weight.T for weight in weights], counts, ROWS)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, counts, *weights = ctx.saved_tensors
+        of_tokens, _, *of_weights = ctx.needs_input_grad
+        gradient = gradients[0].contiguous()
+        first = _grouped(gradient, weights, counts, ROWS) if of_tokens else None
+        second = _grouped(gradient.T, [tokens], counts, SUMMED).unbind() if any(of_weights) else [None] * len(weights)
+        return first, None, *second
+
+
+def _grouped(left: Tensor, right: list[Tensor], counts: Tensor, axis: int) -> Tensor:
+    # 3: one tensor comes out; 1: counts, not their sums.
+    made: Tensor = torch_npu.npu_grouped_matmul([left], right, group_list=counts, split_item=3, group_type=axis, group_list_type=1)[0]
+    return made

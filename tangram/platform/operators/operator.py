@@ -42,12 +42,12 @@ class Operator:
     """Called like its implementations; the first argument is the tensor whose device decides.
 
     Args:
-        fused: by device type.
+        fused: by device type; of several the first that is there.
     """
 
     name: str
     plain: Callable[..., Any]
-    fused: Mapping[str, Fused]
+    fused: Mapping[str, Fused | tuple[Fused, ...]]
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.chosen(tensor)(tensor, *args, **kwargs)
@@ -69,7 +69,7 @@ class Operator:
             ConfigError: the environment's switch is neither 0 nor 1.
         """
         found = self.fused.get(device)
-        return None if found is None else _load(self.name, device, found)
+        return None if found is None else _load(self.name, device, found if isinstance(found, tuple) else (found,))
 
     def needed_on(self, device: str) -> Callable[..., Any]:
         """As ``fused_on``, for those who asked for it by name.
@@ -80,7 +80,8 @@ class Operator:
         found = self.fused_on(device)
         if found is not None:
             return found
-        fused = self.fused[device]
+        choices = self.fused[device]
+        fused = choices[0] if isinstance(choices, tuple) else choices
         if not _wanted(device):
             raise ConfigError(f"{fused.library} is asked for, and the environment turns off fused operators ({SWITCH}); remove one of the two")
         try:
@@ -96,14 +97,17 @@ def device_type(tensor: Tensor) -> str:
 
 
 @cache
-def _load(name: str, device: str, fused: Fused) -> Callable[..., Any] | None:
+def _load(name: str, device: str, choices: tuple[Fused, ...]) -> Callable[..., Any] | None:
     if not _wanted(device):
         return None
-    try:
-        return _import(name, fused)
-    except Exception as error:  # whatever a broken installation raises, the plain implementation is right
-        log.warning("%s is not fused on %s: %s: %s", name, device, type(error).__name__, " ".join(str(error).split()))
-        return None
+    reasons = []
+    for fused in choices:
+        try:
+            return _import(name, fused)
+        except Exception as error:  # whatever a broken installation raises, the plain implementation is right
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    log.warning("%s is not fused on %s: %s", name, device, "; ".join(reasons))
+    return None
 
 
 def _import(name: str, fused: Fused) -> Callable[..., Any]:

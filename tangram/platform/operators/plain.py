@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -49,6 +51,16 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dr
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def grouped_linear(tokens: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Linears without biases, each of its own run of tokens: ``[n, in] -> [n, out]``. One without tokens gets gradients of zeros.
+
+    Args:
+        weights: ``[out, in]`` each.
+        counts: tokens of each; they sum to ``n``.
+    """
+    return torch.cat([functional.linear(part, weight) for part, weight in zip(tokens.split(list(counts)), weights, strict=True)])
 
 
 def segment_attention(
