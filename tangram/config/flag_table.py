@@ -89,6 +89,9 @@ WORKS: dict[str, Works] = {
     "--recompute-granularity": Works("features.recompute_granularity"),
     "--recompute-method": Works("features.recompute_method"),
     "--recompute-num-layers": Works("features.recompute_num_layers", int),
+    "--enable-activation-offload": Works(
+        "features.enable_activation_offload", const=True, says="what layers save waits in host memory (not a flag of Megatron)"
+    ),
     "--micro-batch-size": Works("training.micro_batch_size", int, required=True),
     "--global-batch-size": Works("training.global_batch_size", int, says="absent: micro-batch size times data-parallel size"),
     "--seq-length": Works("training.seq_length", int, required=True, says="longest sample, tokens"),
@@ -165,6 +168,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 
 _STRUCTURE = "the model's structure comes from model.json; set it there"
 _DATA = "samples come from data.json; set it there"
+_OFFLOAD = "write --enable-activation-offload, which offloads all that layers save"
 _LATER = "not supported yet; remove it"
 _STAGES = "the encoder's stages are the numbers above 0 in vision_encoder.pipeline_num_layers"
 _NPU = "a setting of one device's kernels; remove it"
@@ -174,6 +178,10 @@ REFUSED: dict[str, Refused] = {
         "give pipeline_num_layers in model.json one row per virtual stage, and --virtual-pipeline-model-parallel-size"
     ),
     "--recompute-activations": Refused("write --recompute-granularity selective"),
+    "--cpu-offloading-num-layers": Refused(_OFFLOAD),
+    "--fine-grained-activation-offloading": Refused(_OFFLOAD),
+    "--offload-modules": Refused(_OFFLOAD),
+    "--swap-attention": Refused(_OFFLOAD),
     "--train-samples": Refused("count training in steps: --train-iters"),
     "--lr-warmup-samples": Refused("count warm-up in steps: --lr-warmup-iters"),
     "--lr-decay-samples": Refused("count the schedule in steps: --lr-decay-iters"),

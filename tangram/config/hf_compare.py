@@ -23,6 +23,7 @@ OURS_ALONE = frozenset(
         "recompute_method",
         "recompute_num_layers",
         "attention_backend",
+        "activation_offload",
         "loss_chunk_size",
         "attention_dropout",
         "hidden_dropout",

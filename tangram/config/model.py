@@ -56,6 +56,8 @@ class LayerKeys(RecomputeKeys):
 
     attention_backend: AttentionBackend = "auto"
     """The library of core attention: flash-attn, TransformerEngine, torch_npu's fused attention, or torch. auto: the first that is installed."""
+    activation_offload: bool = False
+    """What layers save for the backward pass waits in host memory. The name is MindSpeed-MM's."""
 
 
 class VisionEncoderConfig(LayerKeys):

@@ -15,6 +15,7 @@ from tangram.config.attention import check_attention
 from tangram.config.context import check_context
 from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
+from tangram.config.offload import check_offload
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
@@ -138,6 +139,10 @@ def context_parallel(subject: Subject) -> str:
 
 def attention(subject: Subject) -> str:
     return check_attention(subject.model, subject.run)
+
+
+def activation_offload(subject: Subject) -> str:
+    return check_offload(subject.model, subject.topology)
 
 
 def vocabulary(subject: Subject) -> str:
@@ -304,6 +309,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("tensor parallel", tensor_parallel),
     ("context parallel", context_parallel),
     ("attention", attention),
+    ("activation offload", activation_offload),
     ("vocabulary", vocabulary),
     ("processes", world_size),
     ("experts", experts),

@@ -166,13 +166,15 @@ class ModelSource(Section):
 
 
 class FeaturesConfig(RecomputeKeys):
-    """Freezing, recomputation, attention and loss of the assembled model; None leaves what model.json says."""
+    """Freezing, recomputation, offload, attention and loss of the assembled model; None leaves what model.json says."""
 
     freeze_vision_encoder: bool | None = None
     freeze_vision_projector: bool | None = None
     freeze_text_decoder: bool | None = None
     attention_backend: AttentionBackend | None = None
     """The library of core attention in all components, as ``attention_backend`` in model.json."""
+    enable_activation_offload: bool | None = None
+    """What layers of all components save for the backward pass waits in host memory, as ``activation_offload`` in model.json."""
     enable_chunk_loss: bool | None = None
     """Compute the loss for ``chunk_size`` supervised tokens of a micro-batch at a time; as ``loss_chunk_size`` in model.json."""
     chunk_size: int | None = Field(default=None, ge=1)
@@ -348,6 +350,8 @@ class RunConfig(Section):
         layers = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
         if features.attention_backend is not None:
             layers["attention_backend"] = features.attention_backend
+        if features.enable_activation_offload is not None:
+            layers["activation_offload"] = features.enable_activation_offload
 
         def component(section: Section, freeze: bool | None, extra: dict[str, object]) -> Section:
             return section.model_copy(update=extra if freeze is None else {**extra, "freeze": freeze})

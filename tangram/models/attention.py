@@ -47,6 +47,11 @@ class SegmentPlan(PackedSeqParams):
         """Plan for consecutive segments of the given lengths."""
         return cls(segments=Segments(tuple(lengths), device))
 
+    def tensors(self) -> list[Tensor]:
+        """All that it holds so far, for layers share them."""
+        masks = [self.mask, *(tile.mask for owner in self.tiles for tile in owner)]
+        return [mask for mask in masks if mask is not None] + (self.segments.tensors() if self.segments is not None else [])
+
 
 class SegmentAttention(MegatronModule):
     """Softmax attention with segments, grouped queries and masks, by the library that the component's ``attention_backend`` names.

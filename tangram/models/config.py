@@ -40,9 +40,11 @@ class ComponentConfig(TransformerConfig):
 
     Args:
         attention_library: ``attention_backend`` of the section; core has a setting of that name, for TransformerEngine.
+        offload_activations: ``activation_offload`` of the section; core's ``cpu_offloading`` needs TransformerEngine's layers.
     """
 
     attention_library: str = "auto"
+    offload_activations: bool = False
 
 
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -130,6 +132,7 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
         recompute_method=section.recompute_method,
         recompute_num_layers=section.recompute_num_layers,
         attention_library=section.attention_backend,
+        offload_activations=section.activation_offload,
         **(_experts(section, options) if isinstance(section, TextDecoderConfig) else {}),
         **_common(options),
     )

@@ -22,6 +22,7 @@ from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.config.attention import check_attention
 from tangram.config.context import check_context
 from tangram.config.model import ModelConfig
+from tangram.config.offload import check_offload
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.placement.blocks import Placement, canonical_shapes, place
@@ -85,6 +86,7 @@ class MegatronEngine:
         self.model = run.assembled_model()
         check_context(self.model.text_decoder, run.parallel)
         check_attention(self.model, run)
+        check_offload(self.model, self.topology)
         self.dtype = DTYPES[run.training.dtype]
         self.ranks: ParallelRanks = initialize(run.parallel, self.topology, run.training.seed)
         for section in self.model.layered.values():

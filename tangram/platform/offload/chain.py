@@ -112,21 +112,22 @@ class Chain:
             self._transfers[device] = self._transfer_of(device)
         return self._transfers[device]
 
-    def saving(self, module: nn.Module, inputs: Iterable[Any]) -> AbstractContextManager[None]:
+    def saving(self, module: nn.Module, inputs: Iterable[Any], gathered: bool = False) -> AbstractContextManager[None]:
         """A call: what autograd saves within waits in host memory. Without gradients nothing is saved, and this is no call.
 
         Args:
             module: whose parameters and buffers stay.
             inputs: among them the tensors without gradients that stay.
+            gathered: its weights may come while it runs, as those of FSDP units within it do.
         """
         if not torch.is_grad_enabled():
             return nullcontext()
         call = self.begin()
-        shared = {_memory(leaf) for leaf in inputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
+        stay = {_memory(leaf) for leaf in inputs if isinstance(leaf, Tensor) and not leaf.requires_grad}
+        stay |= set() if gathered else set(map(_memory, _held(module)))
 
         def pack(tensor: Tensor) -> Tensor | Packed:
-            # Weights are looked up each time: those of a unit within this module are gathered while it runs.
-            if not _movable(tensor) or _memory(tensor) in shared or _memory(tensor) in map(_memory, _held(module)):
+            if not _movable(tensor) or _memory(tensor) in stay or (gathered and _memory(tensor) in map(_memory, _held(module))):
                 return tensor
             key = (_memory(tensor), tensor.storage_offset(), tensor.numel(), tensor.dtype)
             stretch = call.stretches.get(key)
