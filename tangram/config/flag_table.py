@@ -83,9 +83,15 @@ WORKS: dict[str, Works] = {
     "--distributed-timeout-minutes": Works("parallel.distributed_timeout_minutes", int),
     "--distributed-backend": Works("parallel.distributed_backend", says="gloo, nccl or hccl; absent: what the device offers (Megatron: nccl)"),
     "--make-vocab-size-divisible-by": Works("parallel.make_vocab_size_divisible_by", int, says="Megatron: 128"),
+    "--attention-backend": Works(
+        "features.attention_backend", says="auto, flash, transformer_engine (Megatron: fused), npu or torch (local); absent: as model.json says"
+    ),
     "--recompute-granularity": Works("features.recompute_granularity"),
     "--recompute-method": Works("features.recompute_method"),
     "--recompute-num-layers": Works("features.recompute_num_layers", int),
+    "--enable-activation-offload": Works(
+        "features.enable_activation_offload", const=True, says="what layers save waits in host memory (not a flag of Megatron)"
+    ),
     "--micro-batch-size": Works("training.micro_batch_size", int, required=True),
     "--global-batch-size": Works("training.global_batch_size", int, says="absent: micro-batch size times data-parallel size"),
     "--seq-length": Works("training.seq_length", int, required=True, says="longest sample, tokens"),
@@ -153,7 +159,7 @@ CHECKED: dict[str, Checked] = {
 
 BUILT_IN: dict[str, BuiltIn] = {
     "--use-mcore-models": BuiltIn("the model is made of megatron-core modules"),
-    "--use-flash-attn": BuiltIn("attention runs through scaled_dot_product_attention, which takes the device's fused kernel"),
+    "--use-flash-attn": BuiltIn("attention takes a fused kernel where the device has one; --attention-backend says which"),
     "--unaligned-linear": BuiltIn("with --sequence-parallel, lengths that the tensor-parallel size does not divide are padded"),
     "--variable-seq-lengths": BuiltIn("every micro-batch has its own length, at any pipeline size"),
     "--no-masked-softmax-fusion": BuiltIn("there is no such fusion"),
@@ -162,6 +168,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 
 _STRUCTURE = "the model's structure comes from model.json; set it there"
 _DATA = "samples come from data.json; set it there"
+_OFFLOAD = "write --enable-activation-offload, which offloads all that layers save"
 _LATER = "not supported yet; remove it"
 _STAGES = "the encoder's stages are the numbers above 0 in vision_encoder.pipeline_num_layers"
 _NPU = "a setting of one device's kernels; remove it"
@@ -171,6 +178,10 @@ REFUSED: dict[str, Refused] = {
         "give pipeline_num_layers in model.json one row per virtual stage, and --virtual-pipeline-model-parallel-size"
     ),
     "--recompute-activations": Refused("write --recompute-granularity selective"),
+    "--cpu-offloading-num-layers": Refused(_OFFLOAD),
+    "--fine-grained-activation-offloading": Refused(_OFFLOAD),
+    "--offload-modules": Refused(_OFFLOAD),
+    "--swap-attention": Refused(_OFFLOAD),
     "--train-samples": Refused("count training in steps: --train-iters"),
     "--lr-warmup-samples": Refused("count warm-up in steps: --lr-warmup-iters"),
     "--lr-decay-samples": Refused("count the schedule in steps: --lr-decay-iters"),

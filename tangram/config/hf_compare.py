@@ -22,6 +22,8 @@ OURS_ALONE = frozenset(
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
+        "attention_backend",
+        "activation_offload",
         "loss_chunk_size",
         "attention_dropout",
         "hidden_dropout",

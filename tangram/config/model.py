@@ -20,6 +20,7 @@ Normalization = Literal["RMSNorm", "LayerNorm"]
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video, in patches."""
 TokenDispatcher = Literal["alltoall", "allgather"]
+AttentionBackend = Literal["auto", "flash", "transformer_engine", "npu", "torch"]
 
 
 def _layer_list(value: Any) -> Any:
@@ -50,7 +51,16 @@ class RecomputeKeys(Section):
         return self
 
 
-class VisionEncoderConfig(RecomputeKeys):
+class LayerKeys(RecomputeKeys):
+    """How the layers of one component are computed; none of it changes what they compute."""
+
+    attention_backend: AttentionBackend = "auto"
+    """The library of core attention: flash-attn, TransformerEngine, torch_npu's fused attention, or torch. auto: the first that is installed."""
+    activation_offload: bool = False
+    """What layers save for the backward pass waits in host memory. The name is MindSpeed-MM's."""
+
+
+class VisionEncoderConfig(LayerKeys):
     """A vision transformer over image patches."""
 
     model_id: str
@@ -198,7 +208,7 @@ class ImageEncoderConfig(Section):
         return self
 
 
-class TextDecoderConfig(RecomputeKeys):
+class TextDecoderConfig(LayerKeys):
     """A causal language model."""
 
     model_id: str
@@ -308,6 +318,12 @@ class ModelConfig(Section):
             if projector.hidden_size != text.hidden_size:
                 raise ValueError(f"vision_projector.hidden_size {projector.hidden_size} is not text_decoder.hidden_size {text.hidden_size}")
         return self
+
+    @property
+    def layered(self) -> dict[str, VisionEncoderConfig | TextDecoderConfig]:
+        """Components that are made of layers."""
+        vision = {"vision_encoder": self.image_encoder.vision_encoder} if self.image_encoder is not None else {}
+        return {**vision, "text_decoder": self.text_decoder}
 
     @property
     def init_method_stds(self) -> dict[Component, float]:

@@ -11,9 +11,11 @@ from functools import cached_property
 from importlib.util import find_spec
 from math import gcd
 
+from tangram.config.attention import check_attention
 from tangram.config.context import check_context
 from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
+from tangram.config.offload import check_offload
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
@@ -133,6 +135,14 @@ def tensor_parallel(subject: Subject) -> str:
 
 def context_parallel(subject: Subject) -> str:
     return check_context(subject.text, subject.run.parallel)
+
+
+def attention(subject: Subject) -> str:
+    return check_attention(subject.model, subject.run)
+
+
+def activation_offload(subject: Subject) -> str:
+    return check_offload(subject.model, subject.topology)
 
 
 def vocabulary(subject: Subject) -> str:
@@ -298,6 +308,8 @@ GATES: tuple[tuple[str, Rule], ...] = (("backend", backend), ("layers per stage"
 RULES: tuple[tuple[str, Rule], ...] = (
     ("tensor parallel", tensor_parallel),
     ("context parallel", context_parallel),
+    ("attention", attention),
+    ("activation offload", activation_offload),
     ("vocabulary", vocabulary),
     ("processes", world_size),
     ("experts", experts),

@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 from tangram.config.data import DataConfig
 from tangram.config.experts import check_experts
 from tangram.config.fsdp2 import Fsdp2Config
-from tangram.config.model import ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
+from tangram.config.model import AttentionBackend, ExpertKeys, LayerList, ModelConfig, RecomputeKeys, TokenDispatcher
 from tangram.config.parsing import LocalPath, Section
 from tangram.config.tools import ToolsConfig
 from tangram.config.vision_tensor import check_vision_tensor
@@ -166,11 +166,15 @@ class ModelSource(Section):
 
 
 class FeaturesConfig(RecomputeKeys):
-    """Freezing, recomputation and loss of the assembled model; None leaves what model.json says."""
+    """Freezing, recomputation, offload, attention and loss of the assembled model; None leaves what model.json says."""
 
     freeze_vision_encoder: bool | None = None
     freeze_vision_projector: bool | None = None
     freeze_text_decoder: bool | None = None
+    attention_backend: AttentionBackend | None = None
+    """The library of core attention in all components, as ``attention_backend`` in model.json."""
+    enable_activation_offload: bool | None = None
+    """What layers of all components save for the backward pass waits in host memory, as ``activation_offload`` in model.json."""
     enable_chunk_loss: bool | None = None
     """Compute the loss for ``chunk_size`` supervised tokens of a micro-batch at a time; as ``loss_chunk_size`` in model.json."""
     chunk_size: int | None = Field(default=None, ge=1)
@@ -343,7 +347,11 @@ class RunConfig(Section):
                 not.
         """
         features, model = self.features, self.described
-        recompute = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
+        layers = {key: getattr(features, key) for key in RecomputeKeys.model_fields} if features.recompute_granularity else {}
+        if features.attention_backend is not None:
+            layers["attention_backend"] = features.attention_backend
+        if features.enable_activation_offload is not None:
+            layers["activation_offload"] = features.enable_activation_offload
 
         def component(section: Section, freeze: bool | None, extra: dict[str, object]) -> Section:
             return section.model_copy(update=extra if freeze is None else {**extra, "freeze": freeze})
@@ -351,11 +359,11 @@ class RunConfig(Section):
         loss: dict[str, object] = {}
         if features.enable_chunk_loss is not None:
             loss["loss_chunk_size"] = (features.chunk_size or 1024) if features.enable_chunk_loss else None
-        extra = {**recompute, **loss, **self._experts(model)}
+        extra = {**layers, **loss, **self._experts(model)}
         update: dict[str, object] = {"text_decoder": component(model.text_decoder, features.freeze_text_decoder, extra)}
         if model.image_encoder is not None:
             parts = {
-                "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, recompute),
+                "vision_encoder": component(model.image_encoder.vision_encoder, features.freeze_vision_encoder, layers),
                 "vision_projector": component(model.image_encoder.vision_projector, features.freeze_vision_projector, {}),
             }
             update["image_encoder"] = model.image_encoder.model_copy(update=parts)

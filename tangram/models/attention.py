@@ -22,15 +22,7 @@ from torch import Tensor
 
 from tangram.models.context import ContextGroups, Tile
 from tangram.models.context.ring import ring_attention
-from tangram.platform.operators import attention
-
-
-@dataclass(frozen=True)
-class SegmentGroup:
-    """Segments of equal length. ``index`` [segments, length] holds the positions of their tokens."""
-
-    index: Tensor
-    length: int
+from tangram.platform.operators import Segments, segment_attention
 
 
 @dataclass
@@ -38,16 +30,14 @@ class SegmentPlan(PackedSeqParams):
     """How attention is restricted.
 
     Args:
-        groups: segments by length; empty: the whole sequence is one segment.
-        inverse: [s], where each token stands in the concatenation of the groups; None: in order already.
-        mask: bool [b, 1, s, s], True where a query may see a key; it replaces causality. Only with empty ``groups``.
+        segments: that no token sees beyond; None: each row is one.
+        mask: bool [b, 1, s, s], True where a query may see a key; it replaces causality. Only without ``segments``.
         context: ranks that share the sequence, of which all else here describes the whole; None: this rank has it all.
         tiles: of a ring of such ranks, in place of all else; see ``ring_tiles``.
     """
 
     qkv_format: str = "sbhd"
-    groups: tuple[SegmentGroup, ...] = ()
-    inverse: Tensor | None = None
+    segments: Segments | None = None
     mask: Tensor | None = None
     context: ContextGroups | None = None
     tiles: tuple[tuple[Tile, ...], ...] = ()
@@ -55,20 +45,16 @@ class SegmentPlan(PackedSeqParams):
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> SegmentPlan:
         """Plan for consecutive segments of the given lengths."""
-        sizes = torch.tensor(lengths, dtype=torch.int64)
-        starts = sizes.cumsum(0) - sizes
-        groups = []
-        for length in sorted(set(lengths)):
-            first = starts[sizes == length]
-            groups.append(SegmentGroup((first[:, None] + torch.arange(length)).to(device), length))
-        if len(groups) == 1:
-            return cls(groups=tuple(groups))
-        order = torch.cat([group.index.flatten() for group in groups])
-        return cls(groups=tuple(groups), inverse=torch.argsort(order))
+        return cls(segments=Segments(tuple(lengths), device))
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds so far, for layers share them."""
+        masks = [self.mask, *(tile.mask for owner in self.tiles for tile in owner)]
+        return [mask for mask in masks if mask is not None] + (self.segments.tensors() if self.segments is not None else [])
 
 
 class SegmentAttention(MegatronModule):
-    """Softmax attention by the platform's operator, with segments, grouped queries and masks.
+    """Softmax attention with segments, grouped queries and masks, by the library that the component's ``attention_backend`` names.
 
     Takes query [s, b, heads, d] and key, value [s, b, groups, d]; gives [s, b, heads * d].
     """
@@ -89,6 +75,7 @@ class SegmentAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.sequence_parallel = config.sequence_parallel
         self.scale = softmax_scale
+        self.backend: str = config.attention_library
 
     def forward(
         self,
@@ -103,40 +90,21 @@ class SegmentAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None, "masks travel in the segment plan"
         plan = _as_plan(packed_seq_params)
         if plan.context is None:
-            return self._attend_plan(query, key, value, plan).flatten(2)
+            return self._attend(query, key, value, plan).flatten(2)
         query, key, value = plan.context.share_heads(query, key, value)
         if plan.context.ring is None:
-            out = self._attend_plan(query, key, value, plan)
+            out = self._attend(query, key, value, plan)
         else:
             assert not (self.dropout and self.training), "attention over a ring has no dropout"
-            out = ring_attention(query, key, value, plan.context.ring, plan.tiles, self.scale)
+            out = ring_attention(query, key, value, plan.context.ring, plan.tiles, self.scale, self.backend)
         return plan.context.share_tokens(out).flatten(2)
 
-    def _attend_plan(self, query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan) -> Tensor:
         """[s, b, heads, d], over all tokens of the sequence."""
-        if not plan.groups:
-            out = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), plan.mask)
-            return out.permute(2, 0, 1, 3)
-        assert query.shape[1] == 1, f"segments need one row, got {query.shape[1]}"
-        out = torch.cat([self._attend_group(query, key, value, group) for group in plan.groups])
-        return (out if plan.inverse is None else out.index_select(0, plan.inverse)).unsqueeze(1)
-
-    def _attend_group(self, query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup) -> Tensor:
-        """[segments * length, heads, d], in the order of the group's index."""
-
-        def gather(x: Tensor) -> Tensor:
-            if group.index.numel() != x.shape[0]:
-                x = x.index_select(0, group.index.flatten())
-            return x.reshape(-1, group.length, *x.shape[2:]).transpose(1, 2)
-
-        return self._attend(gather(query), gather(key), gather(value), None).transpose(1, 2).flatten(0, 1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[rows, heads, s, d] each; key and value may have fewer heads."""
         dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks hold different heads, so each drops by a generator of its own; with sequence parallelism all layers do.
         with get_cuda_rng_tracker().fork() if dropout and not self.sequence_parallel else nullcontext():
-            return attention(query, key, value, mask, dropout, self.causal, self.scale)
+            return segment_attention(query, key, value, plan.segments, plan.mask, dropout, self.causal, self.scale, self.backend)
 
 
 _WHOLE = SegmentPlan()

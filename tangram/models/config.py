@@ -1,9 +1,10 @@
-"""Sections of model.json as megatron-core's TransformerConfig."""
+"""Sections of model.json as megatron-core's TransformerConfig, with what is ours besides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -33,6 +34,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass
+class ComponentConfig(TransformerConfig):
+    """megatron-core's settings of a component and ours.
+
+    Args:
+        attention_library: ``attention_backend`` of the section; core has a setting of that name, for TransformerEngine.
+        offload_activations: ``activation_offload`` of the section; core's ``cpu_offloading`` needs TransformerEngine's layers.
+    """
+
+    attention_library: str = "auto"
+    offload_activations: bool = False
+
+
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function that ``activation_func`` names.
 
@@ -55,7 +69,7 @@ class BuildOptions:
     on_cpu: bool = True
 
 
-def _common(options: BuildOptions) -> dict[str, object]:
+def _common(options: BuildOptions) -> dict[str, Any]:
     return {
         "params_dtype": options.dtype,
         "bf16": options.dtype == torch.bfloat16,
@@ -73,13 +87,13 @@ def _common(options: BuildOptions) -> dict[str, object]:
     }
 
 
-def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionProjectorConfig, options: BuildOptions) -> TransformerConfig:
-    """TransformerConfig of one component.
+def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionProjectorConfig, options: BuildOptions) -> ComponentConfig:
+    """The settings of one component.
 
     The pipeline size is left at 1: a component is told which layers it holds, so core must not divide them again.
     """
     if isinstance(section, VisionProjectorConfig):
-        return TransformerConfig(
+        return ComponentConfig(
             num_layers=1,
             hidden_size=section.hidden_size,
             ffn_hidden_size=section.ffn_hidden_size,
@@ -98,7 +112,7 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
         groups, qkv_bias, head_norms = section.num_query_groups, section.add_qkv_bias, section.qk_layernorm
     else:
         groups, qkv_bias, head_norms = section.num_attention_heads, section.add_bias_linear, False
-    return TransformerConfig(
+    return ComponentConfig(
         num_layers=section.num_layers,
         hidden_size=section.hidden_size,
         ffn_hidden_size=section.ffn_hidden_size,
@@ -117,12 +131,14 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
         recompute_granularity=section.recompute_granularity,
         recompute_method=section.recompute_method,
         recompute_num_layers=section.recompute_num_layers,
+        attention_library=section.attention_backend,
+        offload_activations=section.activation_offload,
         **(_experts(section, options) if isinstance(section, TextDecoderConfig) else {}),
         **_common(options),
     )
 
 
-def _experts(section: TextDecoderConfig, options: BuildOptions) -> dict[str, object]:
+def _experts(section: TextDecoderConfig, options: BuildOptions) -> dict[str, Any]:
     """Experts in every layer, where the section has them, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over
     all, renormalised over the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
     if not isinstance(section, ExpertKeys):

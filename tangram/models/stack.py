@@ -1,22 +1,23 @@
-"""A run of transformer layers of one component, with activation recomputation."""
+"""A run of transformer layers of one component, with recomputation and offload of activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from tangram.models.attention import SegmentPlan
+from tangram.models.config import ComponentConfig
 from tangram.models.experts import Routing
 from tangram.models.media import add_rows
+from tangram.platform.offload.chain import Chain
 
 
 class LayerStack(MegatronModule):
@@ -26,9 +27,11 @@ class LayerStack(MegatronModule):
     stated and each may have its own segments. A layer with a merger (``add_merger``) gives a DeepStack feature besides its output.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModuleSpec, numbers: range, groups: ProcessGroupCollection) -> None:
+    def __init__(self, config: ComponentConfig, spec: ModuleSpec, numbers: range, groups: ProcessGroupCollection) -> None:
         super().__init__(config=config)
         self.numbers = numbers
+        # One for each run of layers: micro-batches pass through it, forward and backward, in one order, whatever the schedule.
+        self.offload = Chain() if config.offload_activations else None
         # core counts layers from 1.
         self.layers = nn.ModuleList(build_module(spec, config=config, layer_number=i + 1, pg_collection=groups) for i in numbers)
 
@@ -89,22 +92,39 @@ class LayerStack(MegatronModule):
         made: list[Tensor] = []
         for first, last, recompute in self._runs(len(plans)):
             arguments = (hidden, angles, *features[first:last])
-            if recompute:
-                hidden, *more = tensor_parallel.checkpoint(run(first, last), False, *arguments)
-            else:
-                hidden, *more = run(first, last)(*arguments)
+            with self._saving(first, last, arguments, plans, places, routing):
+                if recompute:
+                    hidden, *more = tensor_parallel.checkpoint(run(first, last), False, *arguments)
+                else:
+                    hidden, *more = run(first, last)(*arguments)
             made += more
         return hidden, made
+
+    def _saving(
+        self,
+        first: int,
+        last: int,
+        arguments: Sequence[Tensor | None],
+        plans: Sequence[SegmentPlan | None],
+        places: Tensor | None,
+        routing: Routing | None,
+    ) -> AbstractContextManager[None]:
+        """Where what these layers save waits for the backward pass: on the host, if it is to. What all layers share stays."""
+        if self.offload is None:
+            return nullcontext()
+        shared = [tensor for plan in plans[first:last] if plan is not None for tensor in plan.tensors()]
+        return self.offload.saving(self.layers[first:last], [*arguments, *shared, places, routing.padding if routing is not None else None])
 
     def _runs(self, count: int) -> Iterator[tuple[int, int, bool]]:
         """Of the first ``count`` layers: first and last (local, exclusive) of what runs at once, and whether its activations are computed again."""
         step = self.config.recompute_num_layers
-        if self.config.recompute_granularity != "full" or not self.training:
-            yield 0, count, False
-        elif self.config.recompute_method == "uniform":
-            for first in range(0, count, step):
-                yield first, min(first + step, count), True
-        else:
-            for i in range(min(step, count)):
-                yield i, i + 1, True
-            yield min(step, count), count, False
+        full = self.config.recompute_granularity == "full" and self.training
+        uniform = full and self.config.recompute_method == "uniform"
+        recomputed = count if uniform else min(step, count) if full else 0
+        size = step if uniform else 1
+        for first in range(0, recomputed, size):
+            yield first, min(first + size, recomputed), True
+        # What is offloaded goes layer by layer.
+        size = 1 if self.offload is not None else count
+        for first in range(recomputed, count, max(size, 1)):
+            yield first, min(first + size, count), False

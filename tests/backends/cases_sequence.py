@@ -89,7 +89,7 @@ def tasks_of(file: str) -> list[Task]:
 @contextmanager
 def opened(task: Task, adam_eps: float = 1e-8, **features: Any) -> Iterator[tuple[MegatronEngine, list[Batch]]]:
     """The task's engine on its first ranks, with the weights of its directory, and this copy's micro-batches."""
-    out = task.folder / str(features.get("recompute_granularity", "plain"))
+    out = task.folder / ("-".join(map(str, features.values())) or "plain")
     out.mkdir(parents=True, exist_ok=True)
     os.environ["WORLD_SIZE"] = str(task.split.processes)
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=int(os.environ["RANK"]), world_size=task.split.processes)

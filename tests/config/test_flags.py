@@ -25,6 +25,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "--context-parallel-algo": ("megatron_cp_algo", "megatron_cp_algo"),
     "--expert-model-parallel-size": ("2", 2),
     "--moe-token-dispatcher-type": ("allgather", "allgather"),
+    "--attention-backend": ("flash", "flash"),
     "--distributed-timeout-minutes": ("20", 20),
     "--distributed-backend": ("nccl", "nccl"),
     "--make-vocab-size-divisible-by": ("128", 128),

@@ -403,3 +403,43 @@ def test_heads_that_context_ranks_cannot_share(files: Files) -> None:
         "text_decoder.attention_dropout 0.1 cannot be drawn where keys travel round a ring (context_parallel_algo megatron_cp_algo); set it to 0, "
         "or use ulysses_cp_algo"
     )
+
+
+def test_libraries_of_attention_that_cannot_be_had(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn, TransformerEngine and torch_npu are not installed where tests run."""
+    flash = ["--attention-backend", "flash"]
+    ring = ["--context-parallel-size", "2", "--context-parallel-algo", "megatron_cp_algo"]
+    details = {finding.rule: finding.detail for finding in report(files, "--attention-backend", "torch").findings}
+    assert details["attention"] == "vision_encoder by torch, text_decoder by torch"
+    assert fault(files, *flash) == "vision_encoder: attention_backend flash takes float16 and bfloat16, not float32; set auto or torch"
+    absent = "vision_encoder: attention_backend flash needs the package flash_attn; install it, or set auto or torch"
+    assert fault(files, *flash, "--bf16") == absent
+    files.vision["attention_backend"] = "auto"
+    files.text["attention_backend"] = "npu"
+    assert fault(files).startswith("text_decoder: attention_backend npu needs the package torch_npu")
+    assert fault(files, *ring) == (
+        "text_decoder: attention_backend npu has no attention round a ring of ranks; set auto, flash or torch, or use ulysses_cp_algo"
+    )
+    files.text["attention_backend"], files.text["kv_channels"], files.text["mrope_section"] = "flash", 320, [40, 60, 60]
+    assert fault(files, "--bf16") == "text_decoder: attention_backend flash takes heads of a width of up to 256, not 320; set auto or torch"
+
+
+def test_offload_that_would_move_nothing(files: Files) -> None:
+    """Four vision layers, frozen by default, and four text layers; the last two calls of a run of layers stay on the device."""
+    details = {finding.rule: finding.detail for finding in report(files, "--enable-activation-offload").findings}
+    assert details["activation offload"] == "text_decoder"
+    assert {finding.rule: finding.detail for finding in report(files).findings}["activation offload"] == "off"
+    together = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"]
+    assert fault(files, "--enable-activation-offload", *together) == (
+        "activation_offload would move nothing: vision_encoder is frozen and saves nothing; text_decoder has 2 layers, or groups of layers that are "
+        "recomputed together, and the last 2 stay on the device; leave it out"
+    )
+    files.vision["activation_offload"] = True
+    assert fault(files) == "activation_offload would move nothing: vision_encoder is frozen and saves nothing; leave it out"
+    files.vision["freeze"] = False
+    details = {finding.rule: finding.detail for finding in report(files).findings}
+    assert details["activation offload"] == "vision_encoder"
+    files.vision["activation_offload"], files.text["activation_offload"] = False, True
+    split(files, [4, 0], [2, 2])
+    found = {finding.rule: finding.detail for finding in report(files, *PP2).findings}
+    assert found["activation offload"] == "text_decoder", "micro-batches wait for the second stage"

@@ -213,7 +213,7 @@ def other(value: Any) -> list[Any]:
         return [*words.split(), value + "x"]
     if isinstance(value, list):
         return [[*value, 1], [*value, "x"]]
-    return [True, 1, 0.1, "gloo", "alltoall", "full", "selective", "uniform", "pad", "x", [[4]]]
+    return [True, 1, 0.1, "gloo", "alltoall", "full", "selective", "uniform", "pad", "flash", "x", [[4]]]
 
 
 FIXED = {

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from tangram.align.reference import load_reference, observe
 from tangram.backends.fsdp2.features import prepare
-from tangram.backends.fsdp2.features.offload import Chain, Offloaded
+from tangram.backends.fsdp2.features.offload import Offloaded
 from tangram.errors import ConfigError
+from tangram.platform.offload.chain import Chain
 from tests.fsdp2.kit import real_batch
 from tests.fsdp2.memory_kit import BLOCKS, LAYERS, features, offload, recompute
 

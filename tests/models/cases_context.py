@@ -1,9 +1,11 @@
-"""What ranks of ``test_context.py`` do: attention over a sequence that they share, against torch's own over the whole."""
+"""What ranks of ``test_context.py`` do: attention over a sequence that they share, against torch's own over the whole. Without a ring a stand-in for
+flash-attn attends."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from tangram.models.context import ContextGroups, ring_tiles
 from tangram.models.context.ring import ring_attention
 from tangram.models.sequence import SequenceSplit
+from tangram.platform.operators import Segments, segment_attention
+from tests.platform.attention_libraries import CALLS, install
 
 HEAD = 8
 
@@ -73,9 +77,9 @@ def worst_error(groups: ContextGroups, ring: int, case: dict[str, object]) -> fl
     if groups.ring is not None:
         out = ring_attention(*moved, groups.ring, ring_tiles(split.padded, ring, groups.ring.rank(), padded_samples, mask), None)
     else:
-        seen = seen_by(split.padded, padded_samples, mask)
-        query, key, value = (part.permute(1, 2, 0, 3) for part in moved)
-        out = nn.functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True).permute(2, 0, 1, 3)
+        segments = Segments(tuple(padded_samples), torch.device("cpu")) if padded_samples is not None else None
+        backend = "torch" if mask is not None else "flash"
+        out = segment_attention(*moved, segments, mask, 0.0, True, None, backend)
     out = groups.share_tokens(out)
     (out * split.take_context(split.pad(weights, 0), 0)).sum().backward()
     real = split.context_positions() < length
@@ -98,6 +102,7 @@ CASES = {
 
 def attend(rings: list[int]) -> dict[str, float]:
     join()
+    install(pytest.MonkeyPatch(), "flash")
     size, found = dist.get_world_size(), {}
     for ring in rings:
         groups = groups_of(size, ring)
@@ -106,5 +111,7 @@ def attend(rings: list[int]) -> dict[str, float]:
             ulysses = size // ring
             if ulysses == 3:
                 wide |= {"heads": 6, "groups": 3 if case["groups"] != 1 else 1}
+            CALLS.clear()
             found[f"{size} ranks, ring {ring}: {name}"] = worst_error(groups, ring, wide)
+            assert len(CALLS) == (ring == 1 and not {"left", "ahead"} & set(case))
     return found

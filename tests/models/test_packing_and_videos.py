@@ -170,7 +170,8 @@ def test_no_token_sees_another_sample_or_padding(one_process: None) -> None:
 
 def test_a_padding_token_sees_itself_alone() -> None:
     plan = SegmentPlan.from_lengths(packed_lengths([0, 3, 5], [0, 4, 8], 8), torch.device("cpu"))
-    segments = sorted(segment for group in plan.groups for segment in group.index.tolist())
+    assert plan.segments is not None
+    segments = sorted(segment for group in plan.segments.groups for segment in group.index.tolist())
     assert segments == [[0, 1, 2], [3], [4, 5], [6], [7]]
 
 

@@ -19,14 +19,17 @@ from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdo
 from tangram.backends.megatron.router_losses import RouterLosses, weight_of
 from tangram.backends.megatron.settings import ddp_config, freeze_arguments, optimizer_config
 from tangram.checkpoints.hf_directory import HFDirectory
+from tangram.config.attention import check_attention
 from tangram.config.context import check_context
 from tangram.config.model import ModelConfig
+from tangram.config.offload import check_offload
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.placement.blocks import Placement, canonical_shapes, place
 from tangram.placement.table import Rule, padded_vocabulary
 from tangram.placement.topology import Chunk, Topology
 from tangram.platform import current
+from tangram.platform.operators import check_backend
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -82,8 +85,12 @@ class MegatronEngine:
         self.topology = run.topology()
         self.model = run.assembled_model()
         check_context(self.model.text_decoder, run.parallel)
+        check_attention(self.model, run)
+        check_offload(self.model, self.topology)
         self.dtype = DTYPES[run.training.dtype]
         self.ranks: ParallelRanks = initialize(run.parallel, self.topology, run.training.seed)
+        for section in self.model.layered.values():
+            check_backend(section.attention_backend, self.ranks.device.type)
         self.data_parallel_rank = self.ranks.data_parallel_rank
         self.data_parallel_size = self.ranks.data_parallel_size
         padded = padded_vocabulary(self.model.text_decoder.vocab_size, self.topology.tensor, run.parallel.make_vocab_size_divisible_by)

@@ -6,7 +6,7 @@ them. Sources: Liu et al. 2023 (Ring Attention with Blockwise Transformers); Dao
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tangram.models.context.tiles import Tile
-from tangram.platform.operators import attention_block, attention_block_backward
+from tangram.platform.operators import ring_blocks
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, tiles: Sequence[Sequence[Tile]], scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup,
+    tiles: Sequence[Sequence[Tile]],
+    scale: float | None,
+    backend: str = "auto",
 ) -> Tensor:
     """Softmax attention over the keys of all ranks of ``group``. Collective, forward and backward.
 
@@ -27,12 +33,17 @@ def ring_attention(
         key, value: [s, b, groups, d], of the same tokens; ``groups`` divides ``heads``.
         tiles: what this rank's queries see of each rank's keys, see ``ring_tiles``.
         scale: of the scores; None: ``d ** -0.5``.
+        backend: what computes blocks, see ``ring_blocks``.
 
     Returns:
         [s, b, heads, d].
+
+    Raises:
+        ConfigError: as ``ring_blocks``.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Ring.apply(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), group, tiles, scale)
+    blocks = ring_blocks(backend, query, any(tile.mask is not None for owner in tiles for tile in owner))
+    out: Tensor = _Ring.apply(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), group, tiles, scale, blocks)
     return out.transpose(0, 1)
 
 
@@ -41,8 +52,16 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, tiles: Sequence[Sequence[Tile]], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: dist.ProcessGroup,
+        tiles: Sequence[Sequence[Tile]],
+        scale: float,
+        blocks: tuple[Callable[..., Any], Callable[..., Any]],
     ) -> Tensor:
+        attention_block, _ = blocks
         batch, length, heads, _ = query.shape
         sums = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(query.shape, dtype=sums, device=query.device)
@@ -58,14 +77,14 @@ class _Ring(torch.autograd.Function):
             block = coming.received() if coming is not None else block
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, total)
-        ctx.way = group, tiles, scale
+        ctx.way = group, tiles, scale, blocks
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
-        group, tiles, scale = ctx.way
+        group, tiles, scale, (_, attention_block_backward) = ctx.way
         size, rank = group.size(), group.rank()
         of_query = torch.zeros(query.shape, dtype=total.dtype, device=query.device)
         block = torch.stack([key, value])
@@ -94,7 +113,7 @@ class _Ring(torch.autograd.Function):
             block = coming.received() if coming is not None else block
         assert returning is not None
         of_key, of_value = returning.received().unbind()
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, None
 
 
 def _bounds(run: tuple[int, int]) -> tuple[int, int]:

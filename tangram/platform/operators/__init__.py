@@ -5,13 +5,16 @@
 | ``rms_norm`` | ``torch_npu.npu_rms_norm`` | ``torch.nn.functional.rms_norm`` |
 | ``swiglu`` | ``torch_npu.npu_swiglu`` | |
 | ``vision_rope`` | ``torch_npu.npu_rotary_mul`` | |
-| ``attention`` | ``torch_npu.npu_fusion_attention`` | torch's own, which is the plain one |
+| ``segment_attention`` | ``torch_npu.npu_fusion_attention`` | flash-attn, TransformerEngine or ``varlen_attn`` of torch, see ``varlen`` |
+| ``attention``, with a mask | ``torch_npu.npu_fusion_attention`` | torch's own, which is the plain one |
 | ``attention_block`` and its backward | | flash-attn 2.7 or newer, if it is installed and the type has 16 bits |
 | ``grouped_linear`` | ``torch_npu.npu_grouped_matmul`` | TransformerEngine's ``GroupedLinear``, or torch's ``grouped_mm``, which the cpu has too |
 """
 
-from tangram.platform.operators import blocks, plain
+from tangram.platform.operators import plain, varlen
 from tangram.platform.operators.operator import Fused, Operator
+from tangram.platform.operators.segments import SegmentGroup, Segments
+from tangram.platform.operators.varlen import check_backend, ring_blocks, segment_attention
 
 _NPU = "tangram.platform.operators.npu"
 
@@ -29,19 +32,11 @@ swiglu = Operator("swiglu", plain.swiglu, {"npu": Fused(_NPU, "torch_npu", "npu_
 """``(gate [..., f], up [..., f]) -> [..., f]``"""
 vision_rope = Operator("vision_rope", plain.vision_rope, {"npu": Fused(_NPU, "torch_npu", "npu_rotary_mul")})
 """``(query [s, heads, d], key [s, heads, d], cos [s, d], sin [s, d]) -> (query, key)``, computed in fp32"""
-attention = Operator("attention", plain.attention, {"npu": Fused(_NPU, "torch_npu", "npu_fusion_attention")})
+attention = varlen.MASKED
 """``(query [b, heads, s, d], key [b, groups, s, d], value, mask [b, 1, s, s] or None, dropout, causal, scale) -> [b, heads, s, d]``"""
-_FLASH = "tangram.platform.operators.flash"
-attention_block = Operator(
-    "attention_block", blocks.attention_block, {"cuda": Fused(_FLASH, "flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_forward")}
-)
-"""``(query [b, s, heads, d], key [b, t, groups, d], value, lengths, mask, scale) -> (out, log-sum-exp [b, heads, s])``, of some of the keys"""
-attention_block_backward = Operator(
-    "attention_block_backward",
-    blocks.attention_block_backward,
-    {"cuda": Fused(_FLASH, "flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_backward")},
-)
-"""``(gradient, query, key, value, out, log-sum-exp, lengths, mask, scale) -> gradients of query, key and value``"""
+attention_block, attention_block_backward = varlen.BLOCK, varlen.BLOCK_BACKWARD
+"""``(query [b, s, heads, d], key [b, t, groups, d], value, lengths, mask, scale) -> (out, log-sum-exp [b, heads, s])``, of some of the keys; and
+``(gradient, query, key, value, out, log-sum-exp, lengths, mask, scale) -> gradients of query, key and value``"""
 _GROUPED = Fused("tangram.platform.operators.grouped", "torch.nn.functional", "grouped_mm")
 grouped_linear = Operator(
     "grouped_linear",
@@ -62,11 +57,16 @@ __all__ = [
     "OPERATORS",
     "Fused",
     "Operator",
+    "SegmentGroup",
+    "Segments",
     "attention",
     "attention_block",
     "attention_block_backward",
+    "check_backend",
     "grouped_linear",
+    "ring_blocks",
     "rms_norm",
+    "segment_attention",
     "swiglu",
     "vision_rope",
 ]

@@ -1,4 +1,5 @@
-"""Attention to a block of the keys by flash-attn (2.7 or newer), on CUDA, for types of 16 bits and without masks; the rest in plain torch.
+"""Attention by flash-attn on CUDA, for types of 16 bits and without masks: over segments, and (2.7 or newer) to a block of the keys, where the rest
+is done in plain torch.
 
 Not run on such a device: none was at hand. Tested with a stand-in for flash-attn that computes plainly and records what it is given.
 """
@@ -13,6 +14,26 @@ from flash_attn import flash_attn_interface as flash
 from torch import Tensor
 
 from tangram.platform.operators import blocks
+from tangram.platform.operators.segments import Segments, as_rows, as_tokens, rows_as_segments
+
+
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """As ``varlen.segment_attention``."""
+    segments = rows_as_segments(query, segments)
+    out = flash.flash_attn_varlen_func(
+        *as_tokens(query, key, value),
+        segments.cu_seqlens,
+        segments.cu_seqlens,
+        segments.longest,
+        segments.longest,
+        dropout_p=dropout,
+        softmax_scale=scale,
+        causal=causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return as_rows(out, query.shape)
 
 
 def attention_block(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ import torch_npu
 from torch import Tensor
 
 from tangram.platform.operators import plain
+from tangram.platform.operators.segments import Segments
 
 CAUSAL_MASK = 2048
 """Side of the mask that ``npu_fusion_attention`` takes in place of a whole causal one."""
 TOP_LEFT = 2
 """Its ``sparse_mode`` for causality counted from the first query, as torch counts it."""
+MOST_SEGMENTS = 2048
+"""Largest number of segments that it takes in one call."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,13 +48,47 @@ def vision_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None) -> Tensor:
     """The kernel's mask is True where a query may not see a key; fewer heads of keys are its own business."""
-    blocked, mode = (None if mask is None else ~mask), 0
-    if mask is None and causal:
-        blocked, mode = _causal_mask(query.device), TOP_LEFT
+    blocked, mode = (~mask, 0) if mask is not None else _blocked(causal, query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return torch_npu.npu_fusion_attention(
         query, key, value, query.shape[1], "BNSD", atten_mask=blocked, scale=scale, keep_prob=1.0 - dropout, sparse_mode=mode
     )[0]
+
+
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """As ``varlen.segment_attention``. The kernel takes where segments end, without the 0 that they begin with."""
+    if segments is None:
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return attention(query, key, value, None, dropout, causal, scale).permute(2, 0, 1, 3)
+    assert query.shape[1] == 1, f"segments need one row, got {query.shape[1]}"
+    blocked, mode = _blocked(causal, query.device)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    outs, start = [], 0
+    for first in range(0, len(segments.lengths), MOST_SEGMENTS):
+        ends = list(accumulate(segments.lengths[first : first + MOST_SEGMENTS]))
+        tokens = [x[start : start + ends[-1], 0] for x in (query, key, value)]
+        start += ends[-1]
+        outs.append(
+            torch_npu.npu_fusion_attention(
+                *tokens,
+                query.shape[2],
+                "TND",
+                atten_mask=blocked,
+                scale=scale,
+                keep_prob=1.0 - dropout,
+                actual_seq_qlen=ends,
+                actual_seq_kvlen=ends,
+                sparse_mode=mode,
+            )[0]
+        )
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(1)
+
+
+def _blocked(causal: bool, device: torch.device) -> tuple[Tensor | None, int]:
+    """Mask and ``sparse_mode``."""
+    return (_causal_mask(device), TOP_LEFT) if causal else (None, 0)
 
 
 @cache

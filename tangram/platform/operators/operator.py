@@ -50,7 +50,11 @@ class Operator:
     fused: Mapping[str, Fused | tuple[Fused, ...]]
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (self.fused_for(tensor) or self.plain)(tensor, *args, **kwargs)
+        return self.chosen(tensor)(tensor, *args, **kwargs)
+
+    def chosen(self, tensor: Tensor) -> Callable[..., Any]:
+        """The implementation for the device of ``tensor``."""
+        return self.fused_for(tensor) or self.plain
 
     def fused_for(self, tensor: Tensor) -> Callable[..., Any] | None:
         """The fused implementation for the device of ``tensor``, as ``fused_on``."""
@@ -67,6 +71,25 @@ class Operator:
         found = self.fused.get(device)
         return None if found is None else _load(self.name, device, found if isinstance(found, tuple) else (found,))
 
+    def needed_on(self, device: str) -> Callable[..., Any]:
+        """As ``fused_on``, for those who asked for it by name.
+
+        Raises:
+            ConfigError: it cannot be imported or is switched off; or as ``fused_on``.
+        """
+        found = self.fused_on(device)
+        if found is not None:
+            return found
+        choices = self.fused[device]
+        fused = choices[0] if isinstance(choices, tuple) else choices
+        if not _wanted(device):
+            raise ConfigError(f"{fused.library} is asked for, and the environment turns off fused operators ({SWITCH}); remove one of the two")
+        try:
+            return _import(self.name, fused)
+        except Exception as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"{fused.library} is asked for, and cannot be used: {type(error).__name__}: {why}; install it, or set auto") from error
+
 
 def device_type(tensor: Tensor) -> str:
     """What decides."""
@@ -80,12 +103,17 @@ def _load(name: str, device: str, choices: tuple[Fused, ...]) -> Callable[..., A
     reasons = []
     for fused in choices:
         try:
-            getattr(importlib.import_module(fused.library), fused.function)
-            return getattr(importlib.import_module(fused.module), name)
+            return _import(name, fused)
         except Exception as error:  # whatever a broken installation raises, the plain implementation is right
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
     log.warning("%s is not fused on %s: %s", name, device, "; ".join(reasons))
     return None
+
+
+def _import(name: str, fused: Fused) -> Callable[..., Any]:
+    getattr(importlib.import_module(fused.library), fused.function)
+    found: Callable[..., Any] = getattr(importlib.import_module(fused.module), name)
+    return found
 
 
 def _wanted(device: str) -> bool:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tangram.platform.operators.segments import SegmentGroup, Segments
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim."""
@@ -59,3 +61,27 @@ def grouped_linear(tokens: Tensor, weights: Sequence[Tensor], counts: Sequence[i
         counts: tokens of each; they sum to ``n``.
     """
     return torch.cat([functional.linear(part, weight) for part, weight in zip(tokens.split(list(counts)), weights, strict=True)])
+
+
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """As ``varlen.segment_attention``: segments of one length at a time."""
+    if segments is None:
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return attention(query, key, value, None, dropout, causal, scale).permute(2, 0, 1, 3)
+    assert query.shape[1] == 1, f"segments need one row, got {query.shape[1]}"
+
+    def attend(group: SegmentGroup) -> Tensor:
+        q, k, v = (_gather(x, group) for x in (query, key, value))
+        return attention(q, k, v, None, dropout, causal, scale).transpose(1, 2).flatten(0, 1)
+
+    out = torch.cat([attend(group) for group in segments.groups])
+    return (out if segments.inverse is None else out.index_select(0, segments.inverse)).unsqueeze(1)
+
+
+def _gather(x: Tensor, group: SegmentGroup) -> Tensor:
+    """[s, 1, heads, d] -> [segments of the group, heads, length, d]."""
+    if group.index.numel() != x.shape[0]:
+        x = x.index_select(0, group.index.flatten())
+    return x.reshape(-1, group.length, *x.shape[2:]).transpose(1, 2)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from tangram.backends.fsdp2.features.chunk_mbs import Chunked, refuse_3d_positions
-from tangram.backends.fsdp2.features.offload import Chain, Offloaded
+from tangram.backends.fsdp2.features.offload import Offloaded
 from tangram.backends.fsdp2.features.recompute import Recomputed
 from tangram.backends.fsdp2.features.wrapped import chosen, first_above
 from tangram.config.fsdp2 import Fsdp2Features
 from tangram.errors import ConfigError
+from tangram.platform.offload.chain import Chain
 
 
 def prepare(model: nn.Module, features: Fsdp2Features) -> None:
