@@ -24,10 +24,10 @@ SPLITS = {
     "one process": Split(),
     "virtual stages": Split(pipeline=2, virtual=2, vit_pp_layers=[[1, 2], [1, 0]], llm_pp_layers=[[0, 0], [2, 2]]),
     "the idle layer alone on a stage": Split(pipeline=2, vit_pp_layers=[3, 1], llm_pp_layers=[0, 4]),
-    "tensor and pipeline": Split(tensor=2, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
+    "tensor and pipeline, towers whole": Split(tensor=2, vision_tensor=1, pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 4]),
     "copies": Split(tensor=2, data=2, distributed_optimizer=True),
 }
-ALIGNED = ["one process", "the idle layer alone on a stage", "tensor and pipeline"]
+ALIGNED = ["one process", "the idle layer alone on a stage", "tensor and pipeline, towers whole"]
 """Beside those of ``tests.align.matrix``; the others start from random or converted weights."""
 
 
@@ -65,12 +65,15 @@ def test_what_travels_past_idle_layers_is_the_feature_layers_output(tmp_path: Pa
 
 
 def test_converted_weights_are_those_of_transformers(hf: Path, tmp_path: Path) -> None:
-    splits, folders = [SPLITS[name] for name in ("virtual stages", "tensor and pipeline")], []
+    splits, folders = [SPLITS[name] for name in ("virtual stages", "tensor and pipeline, towers whole")], []
     for number, split in enumerate(splits):
         folders.append(tmp_path / f"mm{number}")
         topology = split.topology(open_subject(hf, tmp_path).model)
         parallel = ParallelOptions(
-            tp_size=split.tensor, vit_pp_layers=[list(row) for row in topology.vision], llm_pp_layers=[list(row) for row in topology.text]
+            tp_size=split.tensor,
+            vit_tp_size=split.vision_tensor or 0,
+            vit_pp_layers=[list(row) for row in topology.vision],
+            llm_pp_layers=[list(row) for row in topology.text],
         )
         convert_hf_to_mm(ToMMOptions(mm_dir=str(folders[-1]), hf_config=HFOptions(hf_dir=str(hf)), parallel_config=parallel), "llava")
     for outcome in align(hf, splits, checkpoint=folders):
@@ -78,7 +81,7 @@ def test_converted_weights_are_those_of_transformers(hf: Path, tmp_path: Path) -
 
 
 def test_random_weights_and_training_do_not_depend_on_the_split_or_the_backend(hf: Path) -> None:
-    drawn = ["one process", "virtual stages", "tensor and pipeline", "copies"]
+    drawn = ["one process", "virtual stages", "tensor and pipeline, towers whole", "copies"]
     curves = compare_curves(hf, [*(SPLITS[name] for name in drawn), Sharded(processes=2)], steps=4, seed=7)
     assert len(curves.deviations) == len(drawn)
     assert curves.worst <= 1e-6, curves.deviations
