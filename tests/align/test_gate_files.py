@@ -91,6 +91,7 @@ def test_a_log_that_was_started_again_counts_its_last_numbers(others: Path, tmp_
     file = make(others, tmp_path / "b.json")
     lines = OTHERS.splitlines(keepends=True)
     others.write_text("".join([*lines[:5], *lines[4:]]).replace("1.200050E+01", "9.999999E+01", 1))
+    assert [(step.step, step.loss) for step in read_run(others).steps] == [(1, 12.05116), (2, 12.0005), (3, 9.436471)]
     verdict = gate(others, file)
     assert verdict.passed and "step 2 follows step 2: the run was started again" in verdict.notes[0]
 

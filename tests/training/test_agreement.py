@@ -54,8 +54,8 @@ def test_data_without_ids_have_no_digest() -> None:
 @pytest.mark.parametrize("value", [None, 0.0, -0.0, 1 / 3, -1e300, 5e-324, math.inf, -math.inf])
 def test_numbers_travel_as_whole_ones_without_loss(value: float | None) -> None:
     back = from_words(*to_words(value))
-    assert back == value and (value is None or math.copysign(1, back or 0.0) == math.copysign(1, value))
-    assert math.isnan(from_words(*to_words(math.nan)) or 0.0)
+    assert repr(back) == repr(value)
+    assert repr(from_words(*to_words(math.nan))) == "nan"
 
 
 def test_what_each_rank_found_is_kept_by_rank() -> None:
