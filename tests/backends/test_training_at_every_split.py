@@ -27,8 +27,8 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.timeout(400)
 PATIENCE = 380
 CASES = Path(__file__).with_name("cases_training.py")
-SMALL = {"hidden": 32, "kv_heads": 4, "text_layers": 2, "vision_layers": 1, "weight_std": 0.1}
-STEPS, LR, CLIP = 20, 2e-3, 0.1
+SMALL = {"hidden": 32, "kv_heads": 4, "text_layers": 2, "vision_layers": 1, "weight_std": 0.05}
+STEPS, LR, CLIP = 20, 5e-4, 0.1
 LENGTHS, LABELS = (31, 18, 61, 53), (2, 1, 50, 47)
 GRIDS = ((1, 4, 6), (1, 4, 4))
 """Of the pictures in the first rows."""
