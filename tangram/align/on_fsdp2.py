@@ -12,6 +12,7 @@ from tangram.align.pack import by_rows
 from tangram.align.task import Task
 from tangram.backends.engine import Batch, CanonicalTensor
 from tangram.backends.fsdp2.engine import Fsdp2Engine
+from tangram.backends.fsdp2.placement import canonical_name
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 
@@ -20,7 +21,7 @@ class OnFsdp2:
     """Implements ``tangram.align.worker.Runner``."""
 
     def __init__(self, task: Task, run: RunConfig) -> None:
-        self.engine = Fsdp2Engine(run)
+        self.engine, self._model = Fsdp2Engine(run), run.model.config
         _without_dropout(self.engine.module)
 
     def load_split(self, directory: str) -> None:
@@ -37,7 +38,7 @@ class OnFsdp2:
                 yield CanonicalTensor("logits", (row, 0, 0), (*shape, whole.shape[-1]), whole)
 
     def frozen(self) -> list[str]:
-        return sorted(name for name, parameter in self.engine.parameters.items() if not parameter.requires_grad)
+        return sorted(canonical_name(name, self._model) for name, parameter in self.engine.parameters.items() if not parameter.requires_grad)
 
     def close(self) -> None:
         self.engine.close()

@@ -191,7 +191,8 @@ def check_split(subject: Subject, split: Split | Sharded) -> None:
 
 
 def canonical(observed: Observation, subject: Subject) -> Observation:
-    """What transformers found, with stacked experts as ``[experts, in, out]``, whichever way round its version has them."""
+    """What transformers found, under canonical names, and with stacked experts as ``[experts, in, out]``, whatever its version has."""
+    observed = replace(observed, gradients={subject.family.canonical_name(name): value for name, value in observed.gradients.items()})
     shapes = {name: shape for name, shape in HFDirectory(subject.directory, subject.family).shapes.items() if len(shape) == 3}
     infos = {name: TensorInfo(tuple(observed.gradients[name].shape), torch.float32) for name in shapes if name in observed.gradients}
     other = turned_stacks(shapes, infos, "transformers") if infos else frozenset()

@@ -40,20 +40,28 @@ ALL: dict[str, Split | Sharded] = {
 """Copies share out the optimizer's state, so that its stretches cut fused weights anywhere."""
 EACH = ["TP2 x SP x DP2", "FSDP2 on 2", "PP2 x VPP2, vision over two chunks"]
 """What every family crosses: each way to cut its own weights."""
-OF_EXPERTS = ["EP2", "FSDP2 on 2, EP2", "PP2 x EP2", "FSDP2 on 4, EP2", "TP2 x SP x EP2", "EP2 of DP4", "EP2, all-gather"]
+OF_EXPERTS = ["EP2", "FSDP2 on 2, EP2", "PP2 x EP2", "FSDP2 on 4, EP2", "TP2 x SP x EP2", "EP2 of DP4"]
 OTHERS = [
-    *("PP2", "CP2, Ulysses", "FSDP2", "PP3, uneven", "HSDP, 2 x 2", "CP4, hybrid", "PP4, vision and text over two stages each", "FSDP2 on 4"),
-    *("DP2, distributed optimizer", "TP2", "CP2, ring", "DP2 x PP2, vision balanced", "TP2 x SP x PP2 x CP2, ring", "DP2 x CP2, vision balanced"),
-    *("TP2 x SP", "TP2 x SP x PP2"),
+    *("PP2", "FSDP2", "PP3, uneven", "HSDP, 2 x 2", "PP4, vision and text over two stages each", "FSDP2 on 4", "CP2, ring", "TP2 x SP"),
+    *("DP2 x PP2, vision balanced", "TP2 x SP x PP2 x CP2, ring", "CP4, hybrid", "TP2 x SP x PP2"),
 ]
-"""What adds no way to cut weights that depends on the family, so one crosses it."""
+"""Ways to cut weights in which a family has nothing of its own, so one crosses them."""
 CROSSED = dict.fromkeys(FAMILIES, EACH) | {"qwen3_vl_moe": [*EACH, *OF_EXPERTS], "qwen3_vl": [*EACH, *OTHERS]}
 STEPPED = {"PP2 x VPP2, vision over two chunks", "FSDP2 on 2", "EP2"}
-NOISE = ("k_proj.bias", "k.bias")
+NOISE = "k_proj.bias"
+"""Of keys that turn slowly, or not at all, most of the gradient is rounding, and Adam makes steps of that."""
 
 
-def test_every_split_is_crossed_by_a_family_that_runs_it() -> None:
-    assert {*OTHERS, *EACH, *OF_EXPERTS, "one process"} == ALL.keys()
+def way(split: Split | Sharded) -> object:
+    """What decides where a weight and its moments lie. Ranks that share tokens, or have others, share the optimizer's state alike."""
+    if isinstance(split, Sharded):
+        return split
+    layers = [split.vit_pp_layers, split.llm_pp_layers, split.pipeline, split.virtual]
+    return str([split.tensor, *layers, split.data * split.context, split.expert])
+
+
+def test_every_way_to_cut_is_crossed_by_a_family_that_runs_it() -> None:
+    assert {str(way(ALL[name])) for names in CROSSED.values() for name in ["one process", *names]} == {str(way(split)) for split in ALL.values()}
     assert all(not REFUSED[family] & set(names) for family, names in CROSSED.items())
 
 
@@ -82,7 +90,5 @@ def test_a_checkpoint_is_the_same_wherever_it_was_loaded_and_saved(family: str, 
             assert facts["position"] == (STEPS, STEPS * SAMPLES, 1) and facts["schedule"] == [], name
             assert facts.get("saved", expected) == expected, name
             if number in stepped:
-                assert facts["later"]
-                print(name, sorted(facts["later"].items(), key=lambda item: -item[1])[:6])
-                worst = {key: error for key, error in facts["later"].items() if not key.endswith(NOISE)}
-                assert max(worst.values()) <= 1e-6, (name, max(worst.items(), key=lambda item: item[1]))
+                worst = max((error, key) for key, error in facts["later"].items() if not key.endswith(NOISE))
+                assert worst[0] <= 1e-6, (name, worst)

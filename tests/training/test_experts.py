@@ -64,9 +64,7 @@ def test_a_lost_or_damaged_share_of_the_experts_is_named(
     assert "__1_0.distcp" in line and "use another checkpoint" in line and "Traceback" not in outcome.output, line
 
 
-def test_a_dense_models_checkpoint_is_not_one_of_a_model_with_experts(
-    trial: Trial, trained: tuple[Path, list[Record]], tmp_path: Path
-) -> None:
+def test_a_dense_models_checkpoint_is_not_one_of_a_model_with_experts(trial: Trial, trained: tuple[Path, list[Record]], tmp_path: Path) -> None:
     """Nor the other way round; neither a training checkpoint nor a Hugging Face directory."""
     dense = write_trial(tmp_path / "dense", family="qwen3_vl", layers=2)
     train(tmp_path / "run", dense, [*RUN, "training.train_iters=1", f"training.save={tmp_path}/ckpt"], 1)

@@ -265,7 +265,9 @@ class Fsdp2Engine:
         for name, layout in self.chunks[0][1].tensors.items():
             if name in tensors:
                 (block,) = layout.blocks
-                yield CanonicalTensor(name, block.canonical_start, self.canonical_shapes[name], block.to_canonical(local_value(tensors[name])))
+                assert block.canonical is not None
+                shape = self.canonical_shapes[block.canonical]
+                yield CanonicalTensor(block.canonical, block.canonical_start, shape, block.to_canonical(local_value(tensors[name])))
 
     def optimizer_state(self) -> ShardOptimizerState:
         """The optimizer as checkpoints see it."""

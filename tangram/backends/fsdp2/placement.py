@@ -1,8 +1,8 @@
 """Where this rank's shards lie in canonical tensors.
 
-``fully_shard`` cuts a parameter into rows, and the names of a Hugging Face model are canonical, so a shard is one block. With that,
-loading, initialisation, checkpoints and alignment see this backend as they see the other. Stacked experts may be held the other way round
-than canonical tensors are; see ``expert_weights``.
+``fully_shard`` cuts a parameter into rows, and a Hugging Face model's parameter is a canonical tensor, so a shard is one block. With that, loading,
+initialisation, checkpoints and alignment see this backend as they see the other. The names are those of the installed transformers, which for LLaVA's
+tower are other ones before 5.0; stacked experts may be held the other way round than canonical tensors are (see ``expert_weights``).
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def place_shards(model: nn.Module, topology: Topology, described: ModelConfig | 
         if held.numel() == 0:
             continue
         source = whole[name]
-        init, component = (known[name].init, known[name].component) if name in known else ("normal", "text")
+        init, component = (known[source.name].init, known[source.name].component) if source.name in known else ("normal", "text")
         rule = Rule(name, (source,), Replicated(), component, "first", init)
-        block = Block(name, (0,) * held.dim(), name, turned(start) if source.stacked else start, tuple(held.shape), source.stacked)
+        block = Block(name, (0,) * held.dim(), source.name, turned(start) if source.stacked else start, tuple(held.shape), source.stacked)
         tensors[name] = LocalTensor(name, tuple(held.shape), (block,), rule, (source,))
     return Placement(topology.order[0], 0, tensors)
 
 
 def whole_tensors(model: nn.Module, described: ModelConfig | None) -> dict[str, Source]:
-    """The canonical tensor of every parameter, tied copies left out; ``stacked`` where the model holds it the other way round.
+    """The canonical tensor of every parameter by its name in the model, tied copies left out; ``stacked`` where the model holds it the other way
+    round.
 
     Raises:
         PlacementError: a stack of experts is not as its class and its config say.
@@ -71,14 +72,20 @@ def whole_tensors(model: nn.Module, described: ModelConfig | None) -> dict[str, 
     found: dict[str, Source] = {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        canonical = known[name].stacked_shape if name in known else None
-        if canonical is not None:
+        canonical = canonical_name(name, described)
+        stacked = known[canonical].stacked_shape if canonical in known else None
+        if stacked is not None:
             out_in = holds_out_in(model.get_submodule(name.rpartition(".")[0]))
-            check_stack(name, shape, canonical, out_in)
-            found[name] = Source(name, canonical, stacked=out_in)
+            check_stack(name, shape, stacked, out_in)
+            found[name] = Source(canonical, stacked, stacked=out_in)
         else:
-            found[name] = Source(name, shape)
+            found[name] = Source(canonical, shape)
     return found
+
+
+def canonical_name(name: str, described: ModelConfig | None) -> str:
+    """That of a parameter; of a model of no family its own."""
+    return name if described is None else get_family(described.model_id).canonical_name(name)
 
 
 def whole_shapes(model: nn.Module, described: ModelConfig | None) -> dict[str, Shape]:
@@ -87,7 +94,7 @@ def whole_shapes(model: nn.Module, described: ModelConfig | None) -> dict[str, S
     Raises:
         PlacementError: as ``whole_tensors``.
     """
-    return {name: source.shape for name, source in whole_tensors(model, described).items()}
+    return {source.name: source.shape for source in whole_tensors(model, described).values()}
 
 
 @dataclass(frozen=True)
