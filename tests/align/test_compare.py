@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,15 +34,19 @@ def test_error_against_a_zero_reference_is_the_norm_itself():
     assert compare(observation(a=[0.0, 0.0]), observation(a=[0.0, 0.0]), MASK, 1e-5).passed
 
 
-def test_only_routers_and_only_in_16_bits_may_be_off_by_twice_the_tolerance():
+def test_gradients_beside_routers_may_be_off_by_twice_the_tolerance_in_16_bits_and_no_others():
     """A token on the edge between two experts goes to the other one where it is rounded."""
-    right, router = {"a": [3.0, 4.0]}, "layers.0.mlp.gate.weight"
-    for error, sixteen_bits, passed in ((1.5, True, True), (1.5, False, False), (2.5, True, False)):
-        report = compare(
-            observation(**right, **{router: [3.0, 4.0 + error]}), observation(**right, **{router: [3.0, 4.0]}), MASK, 0.2, (), sixteen_bits
-        )
-        assert report.passed == passed, (error, sixteen_bits)
-    assert not compare(observation(a=[3.0, 5.5]), observation(a=[3.0, 4.0]), MASK, 0.2, (), True).passed
+    router = {"layers.0.mlp.gate.weight": [3.0, 4.0]}
+    for beside, sixteen_bits, error, passed in (
+        (router, True, 1.5, True),
+        (router, True, 2.5, False),
+        (router, False, 1.5, False),
+        ({}, True, 1.5, False),
+    ):
+        report = compare(observation(a=[3.0, 4.0 + error], **beside), observation(a=[3.0, 4.0], **beside), MASK, 0.2, (), sixteen_bits)
+        assert report.passed == passed, (beside, sixteen_bits, error)
+    off = replace(observation(**router), loss=2.6)
+    assert not compare(off, observation(**router), MASK, 0.2, (), True).passed
 
 
 def test_what_cancellation_leaves_of_a_gradient_may_differ_by_rounding_and_no_more():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
-from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, get_batch, report_loss
+from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, default_forward_step
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
 from tangram.backends.megatron.parallel import ParallelRanks, initialize, shutdown
@@ -105,7 +105,7 @@ class MegatronEngine:
         self.optimizer = self._make_optimizer()
         self.needs_pixels = any(local.chunk.vision_first for local in self.chunks)
         self.reports_data = self.ranks.tensor_parallel_rank == self.ranks.pipeline_parallel_rank == self.ranks.context_parallel_rank == 0
-        self._forward_step = forward_step or _default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
+        self._forward_step = forward_step or default_forward_step(run.training.loss_type, self.ranks.device, self.dtype)
         self._routers = RouterLosses(self.model.text_decoder, run.training.loss_type)
         self._prepare_schedule(first, last)
 
@@ -405,17 +405,3 @@ def _assembled_model() -> ChunkBuilder:
     from tangram.models.vlm import build_model_chunk
 
     return build_model_chunk
-
-
-def _default_forward_step(loss_type: str, device: torch.device, dtype: torch.dtype) -> ForwardStep:
-    from tangram.losses.modes import reduce_token_losses
-
-    def loss_func(output: Any) -> Any:
-        losses = output["loss_dict"]
-        terms = reduce_token_losses(losses["token_losses"], losses["samples"], loss_type)
-        return report_loss(terms.numerator, terms.denominator)
-
-    def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
-        return model(**get_batch(iterator, device, dtype)), loss_func
-
-    return forward_step

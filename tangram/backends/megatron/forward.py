@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tangram.backends.engine import Batch
 from tangram.errors import ConfigError
+from tangram.losses.modes import reduce_token_losses
 
 LossReport = tuple[Tensor, Tensor | int, Mapping[str, tuple[Any, Any]]]
 """Numerator (with its graph), denominator (whole number), and ``{"loss": (numerator, denominator)}`` for the log."""
@@ -56,3 +57,17 @@ def check_report(report: Any) -> LossReport:
             f"{type(report).__name__}{f' of {len(report)}' if isinstance(report, tuple) else ''}"
         )
     return report
+
+
+def default_forward_step(loss_type: str, device: torch.device, dtype: torch.dtype) -> ForwardStep:
+    """The batch goes to the model, and the loss is of ``loss_type``."""
+
+    def loss_func(output: Any) -> LossReport:
+        losses = output["loss_dict"]
+        terms = reduce_token_losses(losses["token_losses"], losses["samples"], loss_type)
+        return report_loss(terms.numerator, terms.denominator)
+
+    def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, LossFunction]:
+        return model(**get_batch(iterator, device, dtype)), loss_func
+
+    return forward_step
