@@ -22,6 +22,16 @@ fp32: rounding of a few hundred additions in another order stays near 1e-6. bf16
 fp16 11 bits (2.4e-4), and a gradient passes some tens of such roundings, so these two only tell a wrong model from a right one.
 """
 
+ROUTER = ".mlp.gate.weight"
+"""How canonical names of experts' routers end."""
+ROUTER_SLACK = 2.0
+"""How many times the tolerance a router's gradient may be off in 16 bits.
+
+A token whose experts are nearly equal goes to another one where its hidden state is rounded. Of 80 tokens 2 or 3 a layer do so in bf16, on small
+random models, which puts router gradients 0.01 to 0.29 off; with the reference's choices they are 0.01 to 0.04 off. transformers' own bf16 is up to
+0.20 off.
+"""
+
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """``||actual - expected|| / ||expected||`` over all elements, in fp64; where ``expected`` is exactly zero, ``||actual||``."""
@@ -39,6 +49,7 @@ class Row:
         absolute: the reference is exactly zero, so there is nothing to relate to.
         norm: of the reference.
         rounding: a difference whose norm is not larger is rounding, whatever it is relative to.
+        slack: how many times the tolerance the error may be.
     """
 
     name: str
@@ -48,11 +59,12 @@ class Row:
     shape: tuple[int, ...] = ()
     absolute: bool = False
     rounding: float = 0.0
+    slack: float = 1.0
 
     def within(self, tolerance: float) -> bool:
         """False also for NaN."""
         difference = self.error if self.absolute else self.error * self.norm
-        return self.error <= tolerance or difference <= self.rounding
+        return self.error <= tolerance * self.slack or difference <= self.rounding
 
 
 @dataclass(frozen=True)
@@ -120,12 +132,20 @@ def build_report(rows: Iterable[Row], tolerance: float, **findings: Any) -> Repo
     return Report(tolerance=tolerance, rows=tuple(ordered), **findings)
 
 
-def compare(actual: Observation, expected: Observation, attention_mask: torch.Tensor, tolerance: float, extra: Iterable[Row] = ()) -> Report:
+def compare(
+    actual: Observation,
+    expected: Observation,
+    attention_mask: torch.Tensor,
+    tolerance: float,
+    extra: Iterable[Row] = (),
+    sixteen_bits: bool = False,
+) -> Report:
     """Compare the split model with the reference.
 
     Args:
         attention_mask: ``[B, S]``; logits are compared where it is 1.
         extra: further rows that the report holds to the same tolerance.
+        sixteen_bits: the split model computes in them; see ``ROUTER_SLACK``.
     """
     rows = [*extra, _row("loss", "loss", torch.tensor(actual.loss, dtype=torch.float64), torch.tensor(expected.loss, dtype=torch.float64))]
     problems = []
@@ -137,7 +157,8 @@ def compare(actual: Observation, expected: Observation, attention_mask: torch.Te
     for name in sorted(actual.gradients.keys() & expected.gradients.keys()):
         ours, theirs = actual.gradients[name], expected.gradients[name]
         if ours.shape == theirs.shape:
-            rows.append(replace(_row(name, "gradient", ours, theirs), rounding=rounding))
+            slack = ROUTER_SLACK if sixteen_bits and name.endswith(ROUTER) else 1.0
+            rows.append(replace(_row(name, "gradient", ours, theirs), rounding=rounding, slack=slack))
         else:
             problems.append(f"gradient of {name} has shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
     return build_report(

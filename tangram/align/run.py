@@ -168,7 +168,7 @@ def align(
                 rows, mask = len(expected.logits), batch["attention_mask"]
                 extra.append(logits_row("logits of the packed row", actual.logits[rows:], expected.logits, mask))
                 actual = replace(actual, logits=actual.logits[:rows])
-            report = compare(actual, wanted, batch["attention_mask"], limit, extra=extra)
+            report = compare(actual, wanted, batch["attention_mask"], limit, extra=extra, sixteen_bits=dtype != "fp32")
             outcomes.append(Outcome(report, task.split, actual.loss, expected.loss, batch, (*notes, *frozen)))
             if dump is not None and task is tasks[-1]:
                 write_batch(batch, dump)

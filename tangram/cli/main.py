@@ -11,7 +11,7 @@ from tangram.cli.parser import Parser
 from tangram.errors import ConfigError, suggest
 from tangram.guard import guarded
 
-COMMANDS = ("check", "data", "train", "align", "export", "inspect", "verify", "baseline", "gate", "tiny", "demo")
+COMMANDS = ("check", "data", "train", "align", "export", "inspect", "verify", "baseline", "gate", "replay", "tiny", "demo")
 """Modules of this package with ``add_parser(subparsers)`` and ``run(args) -> int``, in the order of the help text."""
 
 

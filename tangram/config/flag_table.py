@@ -69,7 +69,7 @@ WORKS: dict[str, Works] = {
         "parallel.context_parallel_algo", says="ulysses_cp_algo (MindSpeed's default), megatron_cp_algo (ring) or hybrid_cp_algo"
     ),
     "--ulysses-degree-in-cp": Works("parallel.ulysses_degree_in_cp", int, says="hybrid_cp_algo: ranks that share the heads"),
-    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="data- and context-parallel ranks over which experts are divided"),
+    "--expert-model-parallel-size": Works("parallel.expert_model_parallel_size", int, says="context- and data-parallel ranks that divide experts"),
     "--moe-token-dispatcher-type": Works(
         "parallel.moe_token_dispatcher_type", says="alltoall or allgather; absent: as model.json says, or alltoall (Megatron: allgather)"
     ),

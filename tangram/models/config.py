@@ -117,14 +117,16 @@ def get_model_config(section: VisionEncoderConfig | TextDecoderConfig | VisionPr
         recompute_granularity=section.recompute_granularity,
         recompute_method=section.recompute_method,
         recompute_num_layers=section.recompute_num_layers,
-        **(_experts(section, options) if isinstance(section, ExpertKeys) else {}),
+        **(_experts(section, options) if isinstance(section, TextDecoderConfig) else {}),
         **_common(options),
     )
 
 
-def _experts(section: ExpertKeys, options: BuildOptions) -> dict[str, object]:
-    """Experts in every layer, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over all, renormalised over
-    the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
+def _experts(section: TextDecoderConfig, options: BuildOptions) -> dict[str, object]:
+    """Experts in every layer, where the section has them, routed in fp32 to the largest logits, with a softmax over these alone: what a softmax over
+    all, renormalised over the chosen, is too. Tensor-parallel ranks divide each expert as they divide the rest."""
+    if not isinstance(section, ExpertKeys):
+        return {}
     return {
         "num_moe_experts": section.num_moe_experts,
         "moe_router_topk": section.moe_router_topk,

@@ -17,7 +17,7 @@ class HeldColumn(ColumnParallelLinear):
     """Gives its weight [out / TP, in] to the grouped product. It is called for that, since with ``overlap_param_gather`` a weight is up to date only
     after its module's forward hook."""
 
-    def forward(self) -> Tensor:  # type: ignore[override]
+    def forward(self) -> Tensor:
         weight: Tensor = self.weight
         return weight
 
@@ -25,7 +25,7 @@ class HeldColumn(ColumnParallelLinear):
 class HeldRow(RowParallelLinear):
     """As ``HeldColumn``, [out, in / TP]."""
 
-    def forward(self) -> Tensor:  # type: ignore[override]
+    def forward(self) -> Tensor:
         weight: Tensor = self.weight
         return weight
 

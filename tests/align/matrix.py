@@ -21,8 +21,8 @@ from tangram.families.tiny import TinySpec
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 HEADING = "## What runs\n"
 LEGEND = """Each entry that runs is a test (`tests/align/test_matrix.py`): in fp32 the loss, the logits and every gradient lie within 1e-5 of
-transformers' (norm-wise), on micro-batches of a picture, of pictures of two sizes, of a video, of text alone, and of all of these packed
-into one row. `tangram align --pack` does the same with a model of yours. What does not run is refused by `tangram check`."""
+transformers' (norm-wise), on micro-batches of pictures of several sizes, of a video, of text alone, and of all of these packed into one
+row. `tangram align --pack` does the same with a model of yours. What does not run is refused by `tangram check`."""
 
 SPLITS = {
     "one process": Split(),
@@ -68,9 +68,9 @@ ROWS: tuple[SyntheticRow, ...] = (
     (((1, 4, 4), (1, 6, 10)), 7, 3),
     ((), 9, 6),
     ((), 4, 3),
-    (((STEPS, 4, 10), (1, 4, 4)), 4, 5),
+    (((STEPS, 4, 10),), 4, 5),
 )
-"""Of the batch. By twos they are the micro-batches: pictures of three sizes, text alone, and a video with a picture for a model that has videos."""
+"""Of the batch. By twos they are the micro-batches: a picture beside two of other sizes, text alone, and a video for a model that has videos."""
 
 
 def write_rows(family: str, hf: Path, folder: Path, rows: Sequence[SyntheticRow] = ROWS) -> Path:

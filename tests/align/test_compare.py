@@ -33,6 +33,17 @@ def test_error_against_a_zero_reference_is_the_norm_itself():
     assert compare(observation(a=[0.0, 0.0]), observation(a=[0.0, 0.0]), MASK, 1e-5).passed
 
 
+def test_only_routers_and_only_in_16_bits_may_be_off_by_twice_the_tolerance():
+    """A token on the edge between two experts goes to the other one where it is rounded."""
+    right, router = {"a": [3.0, 4.0]}, "layers.0.mlp.gate.weight"
+    for error, sixteen_bits, passed in ((1.5, True, True), (1.5, False, False), (2.5, True, False)):
+        report = compare(
+            observation(**right, **{router: [3.0, 4.0 + error]}), observation(**right, **{router: [3.0, 4.0]}), MASK, 0.2, (), sixteen_bits
+        )
+        assert report.passed == passed, (error, sixteen_bits)
+    assert not compare(observation(a=[3.0, 5.5]), observation(a=[3.0, 4.0]), MASK, 0.2, (), True).passed
+
+
 def test_what_cancellation_leaves_of_a_gradient_may_differ_by_rounding_and_no_more():
     """Beside gradients of norm 5 a difference of 5 * 2^-23 = 6e-7 is rounding, one of 1e-6 is not."""
     large = {"a": [3.0, 4.0], "b": [4.0, 3.0]}

@@ -26,10 +26,13 @@ def passed(outcomes: Sequence[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava"])
-def test_rows_of_text_pictures_and_videos_dealt_over_ranks_give_what_transformers_gives(tiny_hf: Callable[..., Path], family: str) -> None:
+def test_rows_with_and_without_media_apart_and_packed_over_ranks_give_what_transformers_gives(
+    tiny_hf: Callable[..., Path], family: str
+) -> None:
     ranks = [Sharded(processes=2), *([Sharded()] if family == "qwen3_vl_moe" else [])]
-    outcomes = align(tiny_hf(family, tied=family == "qwen2_vl", **SMALL), ranks, micro_batch_size=1)
+    outcomes = align(tiny_hf(family, tied=family == "qwen2_vl", **SMALL), ranks, micro_batch_size=1, pack=True)
     passed(outcomes)
+    assert all("logits of the packed row" in {row.name for row in outcome.report.rows} for outcome in outcomes)
     names = {row.name for row in outcomes[0].report.rows if row.kind == "gradient"}
     assert len(names) > 40
     assert outcomes[0].report.tolerance == 1e-5
@@ -74,11 +77,12 @@ def test_a_wrong_gradient_fails_the_command_which_writes_what_it_saw(
     tiny_hf: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf, dump, report = tiny_hf("qwen2_5_vl", **SMALL), tmp_path / "seen", tmp_path / "report.json"
-    command = ["align", "--hf", str(hf), "--backend", "fsdp2", "--nproc", "2", "--dump", str(dump), "--json", str(report)]
+    command = ["align", "--hf", str(hf), "--backend", "fsdp2", "--nproc", "2", "--pack", "--dump", str(dump), "--json", str(report)]
     assert main([*command, "--tolerance", "0"]) == 1
     assert main(command) == 0
     assert "FSDP2 on 2 ranks" in capsys.readouterr().out
     found = json.loads(report.read_text())
+    assert "logits of the packed row" in {row["name"] for row in found["tensors"]}
     assert found["passed"] and found["backend"] == "fsdp2" and found["split"]["processes"] == 2
     seen, batch = read_observation(dump), load_file(dump / "batch.safetensors")
     assert seen.logits.shape == (*batch["input_ids"].shape, 160)
@@ -95,6 +99,7 @@ def test_what_does_not_fit_the_backend_is_refused_in_one_line(tiny_hf: Callable[
 
     assert "--tp, --llm-pp-layers: not of --backend fsdp2" in refused("--backend", "fsdp2", "--tp", "2", "--llm-pp-layers", "[1,1]")
     assert "--nproc training.seed=1: of --backend fsdp2" in refused("--nproc", "2", "training.seed=1")
+    assert "leave out --dump, --checkpoint, --dtype and --pack" in refused("--steps", "2", "--pack")
     assert "no loss scaling" in refused("--backend", "fsdp2", "--dtype", "fp16")
     assert "what says it is --lr" in refused("--backend", "fsdp2", "training.lr=1")
     assert "parallel.fully_shard_parallel_size 3" in refused("--backend", "fsdp2", "--nproc", "2", "parallel.fully_shard_parallel_size=3")

@@ -39,6 +39,14 @@ def test_every_split_gives_the_loss_logits_and_gradients_of_transformers(hf: Pat
         assert compared.keys() == names and all(row.norm > 0 for row in compared.values()), name
 
 
+@pytest.mark.slow
+def test_bf16_stays_near_transformers_in_fp32_routers_included(hf: Path):
+    (outcome,) = align(hf, [Split()], dtype="bf16")
+    assert outcome.report.passed, outcome.report.failures
+    routers = [row for row in outcome.report.rows if row.name.endswith(".mlp.gate.weight")]
+    assert len(routers) == 3 and all(1e-3 < row.error for row in routers)
+
+
 def test_a_split_that_experts_do_not_allow_is_refused_before_a_process_starts(hf: Path):
     with pytest.raises(ConfigError, match="expert_model_parallel_size 3 does not divide num_moe_experts 4; use one of 1, 2, 4"):
         align(hf, [Split(data=3, expert=3)])

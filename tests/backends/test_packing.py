@@ -1,4 +1,4 @@
-"""The engine on packed rows, for every loss type and with media of every kind: as on unpacked rows, and as transformers. One launch."""
+"""Packed rows over copies of the model, for every loss type and with media of every kind: as unpacked rows, and as transformers. One launch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WORKER = Path(__file__).parents[1] / "workers" / "packing_worker.py"
 LOSS_TYPES = ("default", "per_sample_loss", "per_token_loss")
 PROCESSES = 4
-SPLITS = {
-    "tensor and pipeline": Split(tensor=2, pipeline=2),
-    "vision over both stages": Split(tensor=2, sequence_parallel=True, pipeline=2, vit_pp_layers=[1, 1], llm_pp_layers=[0, 2]),
-    "copies": Split(data=4),
-    "two ranks that share heads, in copies": Split(context=2, data=2),
-    "rings of two ranks that share heads": Split(context=4, context_algo="hybrid", ulysses=2),
-}
+SPLITS = {"copies": Split(data=4), "two ranks that share tokens, in copies": Split(context=2, data=2)}
+"""Where samples are counted over ranks. Loss, logits and gradients of packed rows at every split are ``tests.align.test_matrix``'s."""
 Grid = tuple[int, int, int]
 MICRO_BATCHES: list[list[list[int | Grid]]] = [
     # Parts of samples: numbers of words, and grids; more than one step is a video.
@@ -113,7 +108,7 @@ def findings(tiny_hf: TinyHF, tmp_path_factory: pytest.TempPathFactory) -> Findi
     samples, rope_index = make_samples(model), get_family("qwen2_5_vl").rope_index
     apart, together = Collator(rope_index, model, 0), Collator(rope_index, model, 0, pad_to_multiple_of=5, packing=True)
     steps = {"apart": [apart([[one] for one in batch]) for batch in samples], "together": [together([batch]) for batch in samples]}
-    assert {batch["input_ids"].shape[1] % 2 for batch in steps["together"]} == {0, 1}, "sequence parallelism must pad some rows"
+    assert {batch["input_ids"].shape[1] % 2 for batch in steps["together"]} == {0, 1}, "context ranks must pad some rows"
     torch.save(steps, folder / "steps.pt")
     tasks = {
         name: Task(name=name, hf_dir=str(hf_dir), model=model, split=split, batch="", micro_batch_size=1, out=str(folder / name))

@@ -39,9 +39,7 @@ class TransformerEngine(ModuleType):
         calls = self.calls = []  # type: ignore[var-annotated]
 
         class GroupedLinear(nn.Module):
-            def __init__(
-                self, num_gemms: int, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str
-            ) -> None:
+            def __init__(self, num_gemms: int, in_features: int, out_features: int, *, bias: bool, params_dtype: torch.dtype, device: str) -> None:
                 super().__init__()
                 assert not bias
                 self.bias0 = torch.empty(0, device=device)
@@ -50,7 +48,7 @@ class TransformerEngine(ModuleType):
 
             def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
                 assert isinstance(inp, CudaTensor) and self.bias0.device == inp.device
-                weights = [self.get_parameter(f"weight{i}") for i in range(len(m_splits))]
+                weights = [getattr(self, f"weight{i}") for i in range(len(m_splits))]
                 calls.append((m_splits, tuple(weights[0].shape), [weight.data_ptr() for weight in weights]))
                 return torch.cat([rows @ weight.T for rows, weight in zip(inp.split(m_splits), weights, strict=True)])
 
@@ -192,8 +190,8 @@ def test_what_cannot_be_had_is_refused_with_the_sizes(monkeypatch: pytest.Monkey
     monkeypatch.delenv("TANGRAM_FUSED_OPS", raising=False)
     operator._load.cache_clear()
     sizes = (
-        "moe_grouped_gemm: torch's kernel takes rows of a multiple of 16 bytes, and those of hidden_size 32 have 64, those of moe_intermediate_size 24 "
-        "/ tensor-parallel size 2 have 24; set it to false, or leave it out"
+        "moe_grouped_gemm: torch's kernel takes rows of a multiple of 16 bytes, and those of hidden_size 32 have 64, those of moe_intermediate_size "
+        "24 / tensor-parallel size 2 have 24; set it to false, or leave it out"
     )
     with pytest.raises(ConfigError, match=sizes):
         runs_grouped(decoder(True), tensor=2, itemsize=2)

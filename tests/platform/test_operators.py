@@ -224,6 +224,7 @@ def test_one_missing_function_leaves_the_others_fused(npu: StandIn, monkeypatch:
         "swiglu": False,
         "vision_rope": True,
         "attention": True,
+        "grouped_linear": False,
     }
 
 
