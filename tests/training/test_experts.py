@@ -56,9 +56,9 @@ def test_a_lost_or_damaged_share_of_the_experts_is_named(
     damage: Callable[[Path], object], trial: Trial, trained: tuple[Path, list[Record]], tmp_path: Path
 ) -> None:
     """The second rank's file holds its experts and half of the moments. Both ranks end, with one line."""
-    shutil.copytree(trained[0] / "iter_0000004", tmp_path / "ckpt")
+    shutil.copytree(trained[0] / "iter_0000002", tmp_path / "ckpt")
     damage(tmp_path / "ckpt" / "__1_0.distcp")
-    outcome = run(tmp_path, ["tangram", "train", str(trial.run_file), *RUN, *TWO, f"model.load={tmp_path}/ckpt", "training.train_iters=5"], 2)
+    outcome = run(tmp_path, ["tangram", "train", str(trial.run_file), *RUN, *TWO, f"model.load={tmp_path}/ckpt"], 2)
     assert None not in outcome.codes and all(outcome.codes)
     (line,) = outcome.errors()
     assert "__1_0.distcp" in line and "use another checkpoint" in line and "Traceback" not in outcome.output, line
@@ -67,7 +67,7 @@ def test_a_lost_or_damaged_share_of_the_experts_is_named(
 def test_a_dense_models_checkpoint_is_not_one_of_a_model_with_experts(trial: Trial, trained: tuple[Path, list[Record]], tmp_path: Path) -> None:
     """Nor the other way round; neither a training checkpoint nor a Hugging Face directory."""
     dense = write_trial(tmp_path / "dense", family="qwen3_vl", layers=2)
-    train(tmp_path / "run", dense, [*RUN, "training.train_iters=1", f"training.save={tmp_path}/ckpt"], 1)
+    train(tmp_path / "run", dense, ["training.train_iters=1", "training.lr_warmup_iters=0", f"training.save={tmp_path}/ckpt"], 1)
     for loads, path, said in (
         (trial, tmp_path / "ckpt", "a checkpoint of family 'qwen3_vl', this run trains 'qwen3_vl_moe'; load one of its own"),
         (dense, trained[0], "a checkpoint of family 'qwen3_vl_moe', this run trains 'qwen3_vl'; load one of its own"),
@@ -79,8 +79,9 @@ def test_a_dense_models_checkpoint_is_not_one_of_a_model_with_experts(trial: Tri
 
 
 def test_balancing_is_part_of_the_record(trial: Trial, tmp_path: Path) -> None:
-    balanced = ["model.overrides.text_decoder.moe_aux_loss_coeff=0.1", "training.train_iters=1", f"training.metrics_file={tmp_path}/metrics.jsonl"]
-    said = run(tmp_path, ["tangram", "train", str(trial.run_file), *RUN, *TWO, *balanced], 2).succeeded().output
+    balanced = ["model.overrides.text_decoder.moe_aux_loss_coeff=0.1", "training.train_iters=1", "training.lr_warmup_iters=0"]
+    command = ["tangram", "train", str(trial.run_file), *TWO, *balanced, f"training.metrics_file={tmp_path}/metrics.jsonl"]
+    said = run(tmp_path, command, 2).succeeded().output
     (row,) = metrics(tmp_path / "metrics.jsonl")
     assert "of which 2 divide the experts" in said
     assert 1 <= row["load_balancing"] < 4 and f"load balancing: {row['load_balancing']:.4f}" in said

@@ -137,7 +137,8 @@ def test_no_sample_is_repeated_or_missed_when_the_data_parallel_size_changes(tri
     for ranks, until in ((2, 2), (1, 3), (4, steps_per_epoch)):
         ids = folder / f"ids_{ranks}"
         ids.mkdir()
-        flags = entry_flags(trial, folder, {"--train-iters": until, "--lr-decay-iters": 8, "--save": folder / "ckpt", "--ids": ids})
+        changes = {"--train-iters": until, "--lr-decay-iters": 8, "--num-workers": 0, "--save": folder / "ckpt", "--ids": ids}
+        flags = entry_flags(trial, folder, changes)
         run(folder / f"log_{ranks}", [str(script), *flags, *position], ranks).succeeded()
         position = ["--load", str(folder / "ckpt")]
         per_rank = [[json.loads(line) for line in (ids / f"{rank}.jsonl").read_text().splitlines()] for rank in range(ranks)]
