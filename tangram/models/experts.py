@@ -167,4 +167,10 @@ class Experts(MoELayer):
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Routing | None = None) -> tuple[Tensor, Tensor | None]:
         """``padding_mask`` is the micro-batch's ``Routing``."""
         self.router.routing_of_batch = padding_mask
-        return super().forward(hidden_states, intermediate_tensors, None if padding_mask is None else padding_mask.padding)
+        made = super().forward(hidden_states, intermediate_tensors, None if padding_mask is None else padding_mask.padding)
+        # megatron-core's dispatchers keep the weights that they have dispatched by. Their graph leads to the hooks of gradients, and those to
+        # the model: a circle that no garbage collector sees, so that a model nobody uses any more would stay, with all its process groups.
+        for name, value in list(vars(self.token_dispatcher).items()):
+            if isinstance(value, Tensor) and value.requires_grad:
+                setattr(self.token_dispatcher, name, None)
+        return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,8 @@ def grouped(engine: MegatronEngine) -> bool:
 
 
 def observe(hf: Path, out: Path, rank: int, cases: dict[str, Settings]) -> dict[str, tuple[float, float, float | None]]:
-    """Loss, gradient norm and balance of each case; gradients go to ``out``."""
-    found = {}
+    """Loss, gradient norm and balance of each case; gradients go to ``out``. No model outlives its engine."""
+    found, models = {}, []
     for name, case in cases.items():
         engine = engine_of(hf, case.get("parallel", {}), case.get("text", {}), **case.get("training", {}))
         assert grouped(engine) == case.get("parallel", {}).get("moe_grouped_gemm", False)
@@ -68,6 +70,10 @@ def observe(hf: Path, out: Path, rank: int, cases: dict[str, Settings]) -> dict[
         result = engine.forward_backward(mine)
         write_pieces(engine.canonical_gradients(), out / f"{name}.{rank}")
         found[name] = (result.loss, engine.step(0.0).grad_norm, result.load_balancing)
+        models += [weakref.ref(model) for model in engine.models]
+        del engine
+    gc.collect()
+    assert not any(model() for model in models)
     return found
 
 
