@@ -73,9 +73,10 @@ def test_embedding_group_follows_the_text_decoder() -> None:
     assert embedding_ranks(late, [0, 1]) == [1]
 
 
-def test_expert_ranks_are_counted_beside_those_that_share_a_micro_batch() -> None:
-    """CP 2 with experts over 4 of the copies: 8 processes at least."""
+def test_experts_are_divided_over_copies_and_the_ranks_that_share_a_micro_batch() -> None:
+    """CP 2 with experts over 4: two copies of 2 ranks at least."""
     shared = Topology.build(vision_layers=0, text_layers=1, context=2, expert=4)
+    assert data_parallel_size(4, shared) == 2
     assert data_parallel_size(8, shared) == 4
-    with pytest.raises(ConfigError, match="world size 4 makes 2 data-parallel ranks, .* start a multiple of 8 processes"):
-        data_parallel_size(4, shared)
+    with pytest.raises(ConfigError, match="world size 6 makes 3 data-parallel x 2 context-parallel ranks, .* start a multiple of 4 processes"):
+        data_parallel_size(6, shared)
