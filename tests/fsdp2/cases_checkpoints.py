@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
@@ -48,7 +49,7 @@ FROZEN = "model.visual.blocks.0."
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(os.environ.get("RANK", "0"))
 
 
 class Run:
