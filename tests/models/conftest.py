@@ -63,7 +63,9 @@ def make_hf(family: str, tied: bool = False) -> Any:
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     elif family == "qwen3_vl":
         # Heads are wider than hidden_size / num_attention_heads = 16, as those of the published models with experts are.
-        text = {**TEXT, "head_dim": 24, "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 3, 3]}}
+        # transformers 4 reads the tie from the text's part.
+        text = {**TEXT, "head_dim": 24, "tie_word_embeddings": tied}
+        text |= {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 3, 3]}}
         tower = {"depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "out_hidden_size": 64, "patch_size": 14}
         deepstack = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1, 3]}
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=tower | deepstack, tie_word_embeddings=tied, **SPECIAL)
