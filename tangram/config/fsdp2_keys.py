@@ -98,6 +98,7 @@ OTHERS: dict[str, str] = {
     "encoder_dp_balance": "each rank encodes the pictures of its own samples",
     "moe_token_dispatcher_type": "write parallel.ep_plan.dispatcher",
     "moe_grouped_gemm": "experts run one after the other",
+    "attention_backend": "write model.attn_implementation",
     "expert_model_parallel_size": "write parallel.expert_parallel_size",
     "global_batch_size": "write training.gradient_accumulation_steps: the global batch is micro_batch_size x data-parallel size x that",
     "min_lr": "write training.lr_min",
