@@ -52,7 +52,7 @@ def splits() -> dict[str, Split]:
         "PP2": Split(pipeline=2),
         "PP4": Split(pipeline=4),
         "PP2 x VPP2": Split(pipeline=2, virtual=2),
-        "PP2, vision on both": Split(pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[3, 5]),
+        "PP2, vision on both": Split(pipeline=2, vit_pp_layers=[2, 2], llm_pp_layers=[0, 8]),
         "TP2 x PP2": Split(tensor=2, pipeline=2),
         "TP2 x SP": Split(tensor=2, sequence_parallel=True),
         "CP2, Ulysses": Split(context=2),
