@@ -23,6 +23,7 @@ from tangram.config.model import ModelConfig
 
 TOWERS = ("model.visual", "model.vision_tower")
 PROJECTOR = "model.multi_modal_projector"
+VISION: tuple[Region, ...] = ("patches", "layer", "norm", "merged")
 
 
 class Fsdp2Trace:
@@ -98,7 +99,7 @@ class HFModules:
         self.recorder = Recorder(writer, self._watched())
         self._batches: list[tuple[Tensor, Batch]] = []
         self._data = self._number = 0
-        self._passes: list[tuple[int, list[Medium]]] = []
+        self._passes: list[list[Medium]] = []
         self.recorder.before(module, self._enter)
         if self.tower is not None and model is not None and model.image_encoder is not None:
             self.recorder.before(module.get_submodule(self.tower), self._enter_tower)
@@ -159,6 +160,10 @@ class HFModules:
             every.insert(0, torch.arange(share.start, share.start + share.size))
             learnt = learnt.columns_of(share.start, share.size, counts=False)
         tables = [RowTable(keys[:, part].flatten(0, 1)) for part in every]
+        if self.ulysses is not None:
+            # The embedding is whole on every rank, and leads to its own columns.
+            own = torch.isin(torch.arange(keys.shape[1]), every[0]).expand(len(keys), -1).flatten()
+            tables[-1] = RowTable(tables[-1].keys, led_to=own)
         # A head that gives learnt columns alone counts them from this rank's first.
         columns = learnt.head_columns() + int(every[0][0])
         stage.tables |= {"text": tables, "head": [*tables, RowTable(keys[:, columns].flatten(0, 1), partial=True)]}
@@ -166,7 +171,7 @@ class HFModules:
         if self.model is not None:
             images, videos = grids_of(batch)
             owners = [Medium((self._data, self._number, medium), grid) for medium, grid in enumerate(images + videos)]
-            self._passes = [(kind, media) for kind, media in enumerate((owners[: len(images)], owners[len(images) :])) if media]
+            self._passes = [media for media in (owners[: len(images)], owners[len(images) :]) if media]
         self.recorder.current = stage
 
     def _enter_tower(self, args: Any, kwargs: Any) -> None:
@@ -178,8 +183,11 @@ class HFModules:
         given = first_tensor(args)
         pixels = given if given is not None else first_tensor(list(kwargs.values()))
         assert pixels is not None
-        media = self._passes.pop(0)[1] if self._passes and bool(pixels.any()) else []
-        rows = VisionRows(media, model.image_encoder.vision_encoder, whole if self.ulysses is None else self._parts)
+        if not self._passes or not bool(pixels.any()):
+            stage.tables |= dict.fromkeys(VISION)
+            return
+        media = self._passes.pop(0)
+        rows = VisionRows(media, model.image_encoder.vision_encoder, whole if self.ulysses is None else self._parts, led_by_parts=True)
         stage.tables |= {
             "patches": [*rows.raster, *rows.places],
             "layer": rows.places,

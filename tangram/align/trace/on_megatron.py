@@ -100,9 +100,11 @@ class _Stage:
         rows, columns = (batch["labels"][:, 1:] != -100).nonzero(as_tuple=True)
         here, local = split.context_local_of(columns)
         learnt = take_parts(ours, [split.context_positions()])[0].keys.unflatten(0, (split.context_length, -1))[local, rows[here]]
+        own = torch.isin(torch.arange(keys.shape[1]), split.context_positions())
         return {
             "text": take_parts(ours, [split.positions(), split.context_positions()]),
-            "tokens": [RowTable(keys.flatten(0, 1))],
+            # Context ranks all have the embedding whole, and each needs its own tokens.
+            "tokens": [RowTable(keys.flatten(0, 1), led_to=None if root.context is None else own.expand(len(keys), -1).flatten())],
             "head": [RowTable(learnt.reshape(-1, 3), partial=True)],
         }
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tangram.align.trace.rows import RowTable, find
+from tangram.align.trace.rows import RowTable, by_rows, find
 from tangram.align.trace.seen import ALL, Features, Port, Region, Seen, first_tensor
-from tangram.align.trace.store import TraceWriter, What, real_rows
+from tangram.align.trace.store import Stored, TraceWriter, What, real_rows
 
 
 class Pass:
@@ -24,7 +24,8 @@ class Pass:
 
     def __init__(self, position: int) -> None:
         self.position = position
-        self.tables: dict[Region, Sequence[RowTable]] = {}
+        self.tables: dict[Region, Sequence[RowTable] | None] = {}
+        """By what rows are counted in; None: what passes now is not of the batch."""
         self._events = {"forward": 0, "backward": 0}
 
     def order(self, backward: bool) -> tuple[int, int]:
@@ -36,14 +37,17 @@ class Pass:
 
 @dataclass
 class _Watched:
-    """A tensor of which something is recorded: several modules may get the same one, and it is written once."""
+    """A tensor that is written once, whatever modules get it.
 
-    tensor: Tensor
+    Args:
+        tensors: it and its aliases.
+    """
+
+    tensors: list[Tensor]
     version: int
     stage: Pass
     table: RowTable
-    written: dict[Features, Any] = field(default_factory=dict)
-    gradients: list[tuple[Seen, bool, tuple[int, ...]]] = field(default_factory=list)
+    written: dict[Features, Stored] = field(default_factory=dict)
 
 
 class Recorder:
@@ -78,9 +82,14 @@ class Recorder:
         self.current = self._last = None
 
     def _enter(self, seen: Seen) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = first_tensor(args)
-            self._see(seen, given if given is not None else first_tensor(kwargs.get("hidden_states", list(kwargs.values()))), output=False)
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            place, tensor = _first(args, kwargs)
+            alias = self._see(seen, tensor, output=False)
+            if alias is None:
+                return None
+            if isinstance(place, int):
+                return (*args[:place], alias, *args[place + 1 :]), kwargs
+            return args, {**kwargs, place: alias}
 
         return hook
 
@@ -90,31 +99,45 @@ class Recorder:
 
         return hook
 
-    def _see(self, seen: Seen, tensor: Tensor | None, output: bool, bias: Tensor | None = None) -> None:
+    def _see(self, seen: Seen, tensor: Tensor | None, output: bool, bias: Tensor | None = None) -> Tensor | None:
+        """Record a tensor, and its gradient once that is known.
+
+        Returns:
+            Of an input an alias, to be used instead, so that its gradient is that by this module, whatever else gets the tensor; None: there is
+            nothing to follow.
+        """
         ports = [port for port in seen.ports if (port.out if output else port.into) is not None]
-        if not ports:
-            return
         again = torch._C._current_graph_task_id() >= 0
         stage = self._recomputed(seen, output) if again else self.current
-        if stage is None:
-            return
+        tables = stage.tables.get(seen.region, ()) if stage is not None else None
+        if not ports or stage is None or tables is None:
+            return None
+        what = "output" if output else "input"
         if tensor is None or not tensor.is_floating_point():
-            self._skip(ports, f"its {'output' if output else 'input'} is no tensor of numbers")
-            return
+            self._skip(ports, f"its {what} is no tensor of numbers")
+            return None
         flat = tensor if seen.rows_of is None else seen.rows_of(tensor, output)
-        table = find(stage.tables.get(seen.region, ()), flat.shape[:-1].numel())
+        table = find(tables, len(by_rows(flat)))
         if table is None:
-            self._skip(ports, f"its {'output' if output else 'input'} {list(tensor.shape)} has other rows than the batch's")
-            return
-        watched = self._watched(tensor, stage, table)
+            self._skip(ports, f"its {what} {list(tensor.shape)} has other rows than the batch's")
+            return None
         if not again:
-            # With a bias that is added later the output is another tensor than the one that is watched.
-            written = watched if bias is None else _Watched(flat, 0, stage, table)
-            self._write(written, seen, ports, flat if bias is None else flat + bias, output, "output" if output else "input")
+            # With a bias that is added later the output is another tensor than the one that is at hand.
+            watched = self._watched(tensor, stage, table) if bias is None else _Watched([flat], 0, stage, table)
+            self._write(watched, ports, flat if bias is None else flat + bias, output, "output" if output else "input")
             if not torch.is_grad_enabled():
                 self._waiting[_way(seen, output)].append(stage)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            self._follow(watched, seen, output)
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return None
+        followed = tensor if output else tensor.view_as(tensor)
+        if not output:
+            if self._last is not None and not again:
+                self._last.tensors.append(followed)
+            # One local module that is several of transformers has one gradient for all: that of the module around them.
+            ports = ports if len(seen.ports) == 1 else []
+        if ports:
+            followed.register_hook(self._follow(seen, ports, stage, table.backward, output))
+        return None if output else followed
 
     def _recomputed(self, seen: Seen, output: bool) -> Pass | None:
         """The pass that is computed again; None: its first forward had a graph. Micro-batches go back in the order in which they came."""
@@ -123,27 +146,20 @@ class Recorder:
 
     def _watched(self, tensor: Tensor, stage: Pass, table: RowTable) -> _Watched:
         last = self._last
-        if last is None or last.tensor is not tensor or last.version != tensor._version or last.stage is not stage or last.table is not table:
-            self._last = last = _Watched(tensor, tensor._version, stage, table)
+        known = last is not None and any(tensor is one for one in last.tensors) and (last.version, last.stage) == (tensor._version, stage)
+        if last is None or not known or last.table is not table:
+            self._last = last = _Watched([tensor], tensor._version, stage, table)
         return last
 
-    def _follow(self, watched: _Watched, seen: Seen, output: bool) -> None:
-        """Record the gradient of the tensor, which is that of all its uses."""
-        if not watched.gradients:
-            stage, table, waiting = watched.stage, watched.table, watched.gradients
+    def _follow(self, seen: Seen, ports: Sequence[Port], stage: Pass, table: RowTable, output: bool) -> Any:
+        def hook(gradient: Tensor) -> None:
+            rows = gradient if seen.rows_of is None else seen.rows_of(gradient, output)
+            self._write(_Watched([gradient], 0, stage, table), ports, rows, output, "grad_output" if output else "grad_input")
 
-            def hook(gradient: Tensor) -> None:
-                found = _Watched(gradient, gradient._version, stage, table)
-                for module, out, shape in waiting:
-                    rows = gradient.reshape(shape) if module.rows_of is None else module.rows_of(gradient, out)
-                    ports = [port for port in module.ports if (port.out if out else port.into) is not None]
-                    self._write(found, module, ports, rows, out, "grad_output" if out else "grad_input")
-
-            watched.tensor.register_hook(hook)
-        watched.gradients.append((seen, output, tuple(watched.tensor.shape)))
+        return hook
 
     @torch.no_grad()
-    def _write(self, watched: _Watched, seen: Seen, ports: Iterable[Port], tensor: Tensor, output: bool, what: What) -> None:
+    def _write(self, watched: _Watched, ports: Iterable[Port], tensor: Tensor, output: bool, what: What) -> None:
         rows, order = real_rows(tensor, watched.table), watched.stage.order(what.startswith("grad"))
         for port in ports:
             features = port.out if output else port.into
@@ -168,3 +184,14 @@ def _bias(output: Any) -> Tensor | None:
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Tensor) and output[1].dim() == 1:
         return output[1]
     return None
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor | None]:
+    """The tensor that a module works on, and where it stands among its arguments."""
+    for number, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return number, value
+    for name in ("hidden_states", *kwargs):
+        if isinstance(kwargs.get(name), Tensor):
+            return name, kwargs[name]
+    return 0, None

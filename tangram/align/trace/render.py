@@ -12,6 +12,7 @@ from rich.table import Table
 from tangram.align.trace.find import Finding
 from tangram.align.trace.verdict import Verdict
 from tangram.align.trace.walk import Step, Walk
+from tangram.errors import name_some
 
 WIDTH = 150
 WAYS = ("forward", "backward")
@@ -24,15 +25,19 @@ def render(finding: Finding, around: int = 4) -> str:
         lines += ["", *_direction(way, walked, verdict, around)]
         if way == "backward" and verdict is not None and finding.verdicts[0] is not None:
             lines.append("the runs part forward already, and what follows from that is in the gradients")
-    notes = list(dict.fromkeys(note for walked in finding.walks for note in walked.notes))
-    lines += ["", *(f"not compared: {note}" for note in notes)] if notes else []
+    notes: dict[tuple[str, str], list[str]] = {(note.run, note.why): [] for walked in finding.walks for note in walked.notes}
+    for walked in finding.walks:
+        for note in walked.notes:
+            notes[note.run, note.why].append(note.name)
+    if notes:
+        lines += ["", *(f"not compared, {run}: {why}: {name_some(sorted(set(names)))}" for (run, why), names in notes.items())]
     lines += ["", finding.summary]
     return "\n".join(lines)
 
 
 def _direction(way: str, walked: Walk, verdict: Verdict | None, around: int) -> list[str]:
     if verdict is None:
-        worst = max(walked.steps, key=lambda step: step.error, default=None)
+        worst = max((step for step in walked.steps if step.error <= walked.tolerance), key=lambda step: step.error, default=None)
         most = f", none above {worst.error:.2e} ({worst.name}, {worst.what})" if worst is not None else ""
         return [f"{way}: {len(walked.steps)} steps agree{most}"]
     assert walked.first is not None
@@ -57,7 +62,7 @@ def as_dict(finding: Finding) -> dict[str, Any]:
         "second": finding.runs[1],
         "tolerance": finding.walks[0].tolerance,
         **{
-            way: {"verdict": _verdict(verdict), "notes": list(walked.notes), "steps": [_step(step, walked) for step in walked.steps]}
+            way: {"verdict": _verdict(verdict), "notes": [vars(note) for note in walked.notes], "steps": [_step(step, walked) for step in walked.steps]}
             for way, walked, verdict in zip(WAYS, finding.walks, finding.verdicts, strict=True)
         },
     }

@@ -33,15 +33,24 @@ class RowTable:
     Args:
         keys: int64, ``[n, 3]``, or ``[n, 4]`` of a vision encoder.
         partial: these may be fewer than the other side has, which is no fault: the head runs on learnt positions alone.
+        led_to: bool [n], rows whose gradient this rank finds, of rows that several ranks have and each needs some of; None: all.
     """
 
     keys: Tensor
     partial: bool = False
+    led_to: Tensor | None = None
 
     @cached_property
     def real(self) -> Tensor:
         """Bool [n]."""
         return self.keys[:, 0] != NOTHING
+
+    @cached_property
+    def backward(self) -> RowTable:
+        """Of the gradients."""
+        if self.led_to is None:
+            return self
+        return RowTable(torch.where(self.led_to[:, None], self.keys, NOTHING), self.partial)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -121,10 +130,11 @@ class VisionRows:
     Args:
         media: in the order of the pass.
         parts: how ranks divide the sequence between layers.
+        led_by_parts: where it is whole, before them, the gradient of a row is found on the rank that has it between them, and not on all.
     """
 
-    def __init__(self, media: Sequence[Medium], section: VisionEncoderConfig, parts: Parts = whole) -> None:
-        self.media, self.section, self.parts = media, section, parts
+    def __init__(self, media: Sequence[Medium], section: VisionEncoderConfig, parts: Parts = whole, led_by_parts: bool = False) -> None:
+        self.media, self.section, self.parts, self.led_by_parts = media, section, parts, led_by_parts
         self.square = section.spatial_merge_size**2 if section.picture_grid is None else 1
         self._order: Tensor | None = None
         if section.window_attn_size is not None:
@@ -142,8 +152,15 @@ class VisionRows:
 
     @cached_property
     def raster(self) -> list[RowTable]:
-        """Patches as the pixels come, before windows."""
-        return [RowTable(self._keys(prod(medium.grid) for medium in self.media))]
+        """Patches as the pixels come, before windows. Each rank has all, and those between layers lead to its own."""
+        keys = self._keys(prod(medium.grid) for medium in self.media)
+        own, *others = self.parts(len(keys), self.square)
+        if not others or not self.led_by_parts:
+            return [RowTable(keys)]
+        order = torch.arange(len(keys))
+        if self._order is not None:
+            order = order.unflatten(0, (-1, self.square))[self._order].flatten()
+        return [RowTable(keys, led_to=torch.isin(torch.arange(len(keys)), order[own]))]
 
     @cached_property
     def places(self) -> list[RowTable]:
@@ -168,6 +185,12 @@ def take_parts(keys: Tensor, parts: Iterable[Tensor]) -> list[RowTable]:
         padded = torch.nn.functional.pad(keys, (0, 0) * (keys.dim() - 1) + (0, max(0, int(part.max()) + 1 - len(keys))), value=NOTHING)
         tables.append(RowTable(padded[part].reshape(-1, keys.shape[-1])))
     return tables
+
+
+def by_rows(tensor: Tensor) -> Tensor:
+    """``[rows, features]`` of ``[..., features]``, or of ``[..., heads, width]`` with four axes."""
+    axes = tensor.dim() - (2 if tensor.dim() == 4 else 1)
+    return tensor.reshape(tensor.shape[:axes].numel(), tensor.shape[axes:].numel())
 
 
 def find(tables: Iterable[RowTable], rows: int) -> RowTable | None:

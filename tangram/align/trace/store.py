@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tangram.align.trace.rows import RowTable
+from tangram.align.trace.rows import RowTable, by_rows
 
 FORMAT = 1
 PART_BYTES = 64 * 2**20
@@ -152,10 +152,5 @@ def _place_of(stored: Stored) -> dict[str, Any]:
 
 def real_rows(tensor: Tensor, table: RowTable) -> Tensor:
     """The rows ``[n, features]`` of a tensor that stand for something; padding does not."""
-    flat = tensor.detach().reshape(len(table.keys), -1)
+    flat = by_rows(tensor.detach())
     return flat if bool(table.real.all()) else flat[table.real.to(flat.device)]
-
-
-def no_rows() -> Tensor:
-    """Keys of nothing."""
-    return torch.empty(0, 3, dtype=torch.int64)

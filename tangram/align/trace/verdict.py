@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tangram.align.trace.read import Event, Trace
@@ -73,11 +74,13 @@ def _judge(step: Step, agreed: Sequence[Event]) -> tuple[str, tuple[str, ...], s
     return scope, siblings, f"{noun}{lies}: {way.format('each module before' if siblings else 'nothing', name)}"
 
 
-def _last(events: object) -> tuple[str, ...]:
-    """The last modules of a run of events that have done their work, without those that lie in another of them; up to four."""
-    done = [name for name, what in events if what in ENDS]  # type: ignore[attr-defined]
+def _last(events: Iterable[Event]) -> tuple[str, ...]:
+    """The last modules of a run of events that have done their work, without those that lie in another of them; of a list of layers the last; up
+    to four."""
+    done = [name for name, what in events if what in ENDS]
     outer = [name for name in done if not any(name.startswith(f"{other}.") for other in done)]
-    return tuple(dict.fromkeys(outer[-4:]))
+    last = {re.sub(r"\.\d+$", ".", name): name for name in outer}
+    return tuple(name for name in dict.fromkeys(reversed(outer)) if name in last.values())[:4][::-1]
 
 
 def _without_list(scope: str, name: str) -> str:

@@ -48,6 +48,15 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Note:
+    """What only one side has, and the reason that ``run`` gives for not having it."""
+
+    name: str
+    run: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Walk:
     """All events of one direction.
 
@@ -58,7 +67,7 @@ class Walk:
 
     steps: tuple[Step, ...]
     tolerance: float
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def first(self) -> int | None:
@@ -100,7 +109,7 @@ def walk(ours: Trace, theirs: Trace, tolerance: float | None = None) -> tuple[Wa
                 problem = f"{lacking.run} has no {event[1]} of it" + ("" if lacking is theirs else ", and the other has")
                 steps.append(Step(*event, error=float("nan"), problem=problem))
             elif why:
-                notes.append(f"{event[0]}: {lacking.run}: {why}")
+                notes.append(Note(event[0], lacking.run, why))
         walks.append(Walk(_with_rounding(steps), limit, tuple(dict.fromkeys(notes))))
     return walks[0], walks[1]
 
@@ -114,6 +123,9 @@ def _why(event: Event, lacking: Trace, other: Trace) -> str | None:
         return lacking.skipped[name]
     if what.startswith("grad_") and lacking.frozen and (name, "output") in lacking:
         return "nothing before it is trained"
+    if what == "grad_input" and (name, "grad_output") in lacking:
+        # A fused module, or one that is given a tensor without a gradient; its neighbours' are compared.
+        return ""
     inside = [full for full, kind in other.parameters if kind == "weight" and full.startswith(f"{name}.")]
     composed = any("." in full.removeprefix(f"{name}.") for full in inside)
     return "" if composed and not any(full == name and kind in ("input", "output") for full, kind in lacking.order) else None
