@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +64,18 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--pack: transformers runs each row alone and has no packed row to hold against it; leave out --pack or the trace")
     if args.steps is not None:
         raise ConfigError("--steps: a trace is of one step; leave out one of them")
+
+
+@contextlib.contextmanager
+def trace_folder(args: argparse.Namespace) -> Iterator[Path | None]:
+    """Where the traces go: a folder that stays, one that goes when they have been compared, or None."""
+    if args.trace_to is not None:
+        yield args.trace_to
+    elif args.trace is not None:
+        with tempfile.TemporaryDirectory(prefix="tangram-trace-") as name:
+            yield Path(name)
+    else:
+        yield None
 
 
 def compare(first: Path, second: Path, tolerance: float | None, json_file: Path | None) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tangram.align.trace.parameters import write_parameters, write_rectangles
 from tangram.align.trace.record import Pass, Recorder
 from tangram.align.trace.rows import Medium, RowTable, VisionRows, grids_of, media_keys, take_parts, token_keys, whole
-from tangram.align.trace.seen import ALL, Chosen, Port, Region, Seen, convolved_rows, first_tensor
+from tangram.align.trace.seen import ALL, Chosen, Port, Region, Seen, convolved_rows, first_tensor, projector_regions
 from tangram.align.trace.store import Facts, TraceWriter
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult
 from tangram.backends.fsdp2.engine import Fsdp2Engine
@@ -137,17 +137,16 @@ class HFModules:
                 self.facts.skipped[name] = "it looks up positions, not rows of the batch"
                 continue
             rows_of = convolved_rows(module) if isinstance(module, nn.modules.conv._ConvNd) else None
-            yield Seen(module, (Port(name, None if word else ALL, ALL),), self._region(path, module), rows_of)
+            yield Seen(module, (Port(name, None if word else ALL, ALL),), *self._regions(path, module), rows_of)
 
-    def _region(self, path: str, module: nn.Module) -> Region:
+    def _regions(self, path: str, module: nn.Module) -> tuple[Region, Region | None]:
         if self.module.get_output_embeddings() is module:  # type: ignore[operator]
-            return "head"
+            return "head", None
         if path.startswith(PROJECTOR) or "merger" in path:
-            weight = getattr(module, "weight", None)
-            return "norm" if weight is not None and weight.dim() == 1 else "merged"
+            return projector_regions(module)
         if self.tower is not None and path.startswith(f"{self.tower}."):
-            return "patches" if "embed" in path.removeprefix(self.tower) else "layer"
-        return "text"
+            return ("patches" if "embed" in path.removeprefix(self.tower) else "layer"), None
+        return "text", None
 
     def _enter(self, args: Any, kwargs: Any) -> None:
         self._number += 1
@@ -191,7 +190,7 @@ class HFModules:
         stage.tables |= {
             "patches": [*rows.raster, *rows.places],
             "layer": rows.places,
-            "norm": [*rows.places, *rows.cells],
+            "norm": [rows.places[0], rows.cells[0]],
             "merged": rows.cells,
         }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tangram.align.trace.parameters import write_parameters
 from tangram.align.trace.record import Pass, Recorder
 from tangram.align.trace.rows import Medium, RowTable, VisionRows, media_keys, take_parts, token_keys, whole
-from tangram.align.trace.seen import ALL, Chosen, Features, Port, Region, Seen, composite_name
+from tangram.align.trace.seen import ALL, Chosen, Features, Port, Region, Seen, composite_name, projector_regions
 from tangram.align.trace.store import Facts, TraceWriter
 from tangram.backends.engine import Batch, ForwardResult
 from tangram.backends.megatron.engine import LocalChunk, MegatronEngine
@@ -150,7 +150,7 @@ def _watched(chunk: LocalChunk, root: Any, engine: MegatronEngine, skipped: dict
             ports = _composite(path, tensors, every)
         kept = tuple(port for port in ports if port.name in chosen)
         if kept:
-            yield Seen(module, kept, _region(path, module))
+            yield Seen(module, kept, *_regions(path, module))
 
 
 def _head(tensors: Mapping[str, LocalTensor]) -> Sequence[Port]:
@@ -218,18 +218,15 @@ def _is_leaf(name: str, every: Sequence[str]) -> bool:
     return all("." not in full.removeprefix(f"{name}.") for full in every if full.startswith(f"{name}."))
 
 
-def _region(path: str, module: nn.Module) -> Region:
+def _regions(path: str, module: nn.Module) -> tuple[Region, Region | None]:
     if path == HEAD:
-        return "head"
+        return "head", None
     if path == EMBEDDING:
-        return "tokens"
+        return "tokens", None
     if path.startswith("text_decoder."):
-        return "text"
+        return "text", None
     if ".layers." in path and ".deepstack_layer" not in path:
-        return "layer"
+        return "layer", None
     if path.startswith("image_encoder.projector") or ".deepstack_layer" in path:
-        weight = getattr(module, "weight", None)
-        return "norm" if weight is not None and weight.dim() == 1 else "merged"
-    return "patches"
-
-
+        return projector_regions(module)
+    return "patches", None

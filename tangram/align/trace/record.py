@@ -109,7 +109,8 @@ class Recorder:
         ports = [port for port in seen.ports if (port.out if output else port.into) is not None]
         again = torch._C._current_graph_task_id() >= 0
         stage = self._recomputed(seen, output) if again else self.current
-        tables = stage.tables.get(seen.region, ()) if stage is not None else None
+        region = seen.out_region if output and seen.out_region is not None else seen.region
+        tables = stage.tables.get(region, ()) if stage is not None else None
         if not ports or stage is None or tables is None:
             return None
         what = "output" if output else "input"
@@ -135,7 +136,7 @@ class Recorder:
                 self._last.tensors.append(followed)
             # One local module that is several of transformers has one gradient for all: that of the module around them.
             ports = ports if len(seen.ports) == 1 else []
-        if ports:
+        if ports and table.leads:
             followed.register_hook(self._follow(seen, ports, stage, table.backward, output))
         return None if output else followed
 

@@ -22,9 +22,11 @@ def render(finding: Finding, around: int = 4) -> str:
     """The verdict of both directions, each with ``around`` steps before the first difference and after it."""
     lines = [f"{number}: {run}" for number, run in zip(("first ", "second"), finding.runs, strict=True)]
     for way, walked, verdict in zip(WAYS, finding.walks, finding.verdicts, strict=True):
-        lines += ["", *_direction(way, walked, verdict, around)]
         if way == "backward" and verdict is not None and finding.verdicts[0] is not None:
-            lines.append("the runs part forward already, and what follows from that is in the gradients")
+            first = f"first {verdict.step.name} ({verdict.step.what}), after {verdict.agreed} that agree"
+            lines += ["", f"backward: {walked.differing} of {len(walked.steps)} steps differ, {first}; the runs part forward already"]
+        else:
+            lines += ["", *_direction(way, walked, verdict, around)]
     notes: dict[tuple[str, str], list[str]] = {(note.run, note.why): [] for walked in finding.walks for note in walked.notes}
     for walked in finding.walks:
         for note in walked.notes:
@@ -51,7 +53,7 @@ def _direction(way: str, walked: Walk, verdict: Verdict | None, around: int) -> 
     buffer = io.StringIO()
     Console(file=buffer, width=WIDTH, color_system=None).print(table)
     text = [line.rstrip() for line in buffer.getvalue().rstrip().splitlines()]
-    return [f"{way}: in {verdict.module}: {verdict.why}", f"{verdict.agreed} steps before agree within {walked.tolerance:g}", "", *text]
+    return [f"{way}: {verdict.agreed} steps agree within {walked.tolerance:g}, then: in {verdict.module}: {verdict.why}", "", *text]
 
 
 def as_dict(finding: Finding) -> dict[str, Any]:

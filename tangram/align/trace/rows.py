@@ -52,6 +52,11 @@ class RowTable:
             return self
         return RowTable(torch.where(self.led_to[:, None], self.keys, NOTHING), self.partial)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank finds the gradient of any row."""
+        return self.led_to is None or bool(self.led_to.any())
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -168,14 +173,21 @@ class VisionRows:
         keys = self._keys(self.section.places(medium.grid) for medium in self.media)
         if self._order is not None:
             keys = keys.unflatten(0, (-1, self.square))[self._order].flatten(0, 1)
-        return take_parts(keys, self.parts(len(keys), self.square))
+        return self._parted(keys, self.square)
 
     @cached_property
     def cells(self) -> list[RowTable]:
         """Merged patches, which become tokens."""
         keys = self._keys(self.section.tokens(medium.grid) for medium in self.media)
         keys = keys if self._order is None else keys[self._order]
-        return take_parts(keys, self.parts(len(keys), 1))
+        return self._parted(keys, 1)
+
+    def _parted(self, keys: Tensor, unit: int) -> list[RowTable]:
+        own, *others = take_parts(keys, self.parts(len(keys), unit))
+        if self.led_by_parts:
+            # Gathered rows, of which the gradient is a sum over ranks that none of them has.
+            others = [RowTable(other.keys, led_to=torch.zeros(len(other), dtype=torch.bool)) for other in others]
+        return [own, *others]
 
 
 def take_parts(keys: Tensor, parts: Iterable[Tensor]) -> list[RowTable]:

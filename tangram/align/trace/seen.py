@@ -59,11 +59,16 @@ ALL = Features((), (), 0)
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """A module that is watched."""
+    """A module that is watched.
+
+    Args:
+        region: of its input, and of its output where ``out_region`` says no other.
+    """
 
     module: nn.Module
     ports: tuple[Port, ...]
     region: Region
+    out_region: Region | None = None
     rows_of: Callable[[Tensor, bool], Tensor] | None = None
     """Brings a tensor, the output or not, into the form ``[..., features]``; None: it has it."""
 
@@ -114,6 +119,14 @@ def composite_name(inside: Mapping[str, str], every: Sequence[str]) -> str | Non
     prefix = ".".join(common)
     held = {name for name in every if name.startswith(f"{prefix}.")}
     return prefix if prefix and held == set(inside) else None
+
+
+def projector_regions(module: nn.Module) -> tuple[Region, Region | None]:
+    """Of a module of a projector or merger: its norm, and what has other modules in it, may get rows before they are merged."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor):
+        return ("norm", None) if weight.dim() == 1 else ("merged", None)
+    return "norm", "merged"
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -61,17 +61,20 @@ def _judge(step: Step, agreed: Sequence[Event]) -> tuple[str, tuple[str, ...], s
             parts = f"{begun} and its {'parameters agree' if weights else 'place agree'}" if what == "output" else f"{begun} agrees"
             return name, (), f"{parts}, so it computes otherwise" + (" backward" if what == "grad_input" else "")
         return name, inside, f"{begun} and all that its modules compute agree; the fault lies after {', '.join(inside)}"
-    scope = name.rpartition(".")[0]
+    scope, siblings = name.rpartition(".")[0], ()
     while scope:
         siblings = _last(event for event in agreed if event[0].startswith(f"{scope}."))
         if siblings:
             break
         scope = scope.rpartition(".")[0]
-    scope = _without_list(scope, name) if siblings else name
-    lies = f"between {', '.join(siblings)} and {name}" if siblings else f"before {name}"
-    noun = "rotary positions, scale, mask, residual: " if what == "input" and scope.endswith(("attn", "attention")) else ""
-    way = "what {} gives agrees, what {} gets does not" if what == "input" else "the gradient that {} hands back agrees, the one that {} gets does not"
-    return scope, siblings, f"{noun}{lies}: {way.format('each module before' if siblings else 'nothing', name)}"
+    if not siblings:
+        return name, (), "nothing is recorded before it" + ("; look at the loss, its scale and its labels" if what == "grad_output" else "")
+    scope = _without_list(scope, name)
+    short = [one.removeprefix(f"{scope}.") for one in (*siblings, name)]
+    lies = f"between {', '.join(short[:-1])} and {short[-1]}"
+    kinds = " (rotary positions, scale, mask)" if scope.endswith(("attn", "attention")) else ""
+    what_agrees = "what these give agrees" if what == "input" else "the gradient that these hand back agrees"
+    return scope, siblings, f"{lies}{kinds}: {what_agrees}, what {short[-1]} gets does not"
 
 
 def _last(events: Iterable[Event]) -> tuple[str, ...]:

@@ -121,14 +121,14 @@ def _why(event: Event, lacking: Trace, other: Trace) -> str | None:
         return "it is frozen" if what == "gradient" and name in lacking.frozen else None
     if name in lacking.skipped:
         return lacking.skipped[name]
-    if what.startswith("grad_") and lacking.frozen and (name, "output") in lacking:
-        return "nothing before it is trained"
-    if what == "grad_input" and (name, "grad_output") in lacking:
-        # A fused module, or one that is given a tensor without a gradient; its neighbours' are compared.
+    if what == "grad_input" and (name, "input") in lacking:
+        # A fused module has one for all its parts, and what needs no gradient has none; those around it are compared.
         return ""
     inside = [full for full, kind in other.parameters if kind == "weight" and full.startswith(f"{name}.")]
     composed = any("." in full.removeprefix(f"{name}.") for full in inside)
-    return "" if composed and not any(full == name and kind in ("input", "output") for full, kind in lacking.order) else None
+    if what == "grad_output" and (name, "output") in lacking:
+        return "nothing before it is trained" if lacking.frozen else "" if composed else None
+    return "" if composed and (name, "output") not in lacking else None
 
 
 def _in_order(events: Sequence[Event], order: dict[Event, tuple[int, int]], forward: bool) -> list[Event]:
