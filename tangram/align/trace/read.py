@@ -19,6 +19,9 @@ from tangram.align.trace.rows import NOTHING
 from tangram.align.trace.store import FORMAT, Facts, Stored, What, facts_file, index_file, part_file
 from tangram.errors import CheckpointError, suggest
 
+KEPT_TABLES = 32
+"""Row tables that are kept for the next records."""
+
 Event = tuple[str, What]
 """Name of a module or a parameter, and what of it."""
 
@@ -59,6 +62,7 @@ class Trace:
                     content = json.loads(line)
                     self._lines[content["name"], content["what"]].append((rank, content))
         self._open: dict[Path, Any] = {}
+        self._known: dict[tuple[tuple[int, int, str], ...], tuple[Tensor, list[Tensor]]] = {}
         self._media = {(data, number): torch.tensor(keys, dtype=torch.int64) for facts in self.facts for data, number, keys in facts.media}
 
     @property
@@ -123,19 +127,26 @@ class Trace:
             found[mine] = torch.cat([self._media[data, number][keys[mine, 2]], keys[mine, 3:]], dim=1)
         return found
 
+    def _rows(self, tables: tuple[tuple[int, int, str], ...]) -> tuple[Tensor, list[Tensor]]:
+        """Keys of all rows of some tables, in ascending order, and where in them those of each table stand. Many records have the same tables."""
+        if tables not in self._known:
+            parts = [self._keys(rank, [part, key]) for rank, part, key in tables]
+            keys, places = torch.unique(torch.cat(parts), dim=0, return_inverse=True)
+            self._known[tables] = keys, list(places.split([len(part) for part in parts]))
+            if len(self._known) > KEPT_TABLES:
+                del self._known[next(iter(self._known))]
+        return self._known[tables]
+
     def _activation(self, event: Event, lines: list[tuple[int, dict[str, Any]]]) -> Record:
-        parts = [self._keys(rank, line["rows"]) for rank, line in lines]
-        keys, places = torch.unique(torch.cat(parts), dim=0, return_inverse=True)
-        real = keys[:, 0] != NOTHING
+        keys, places = self._rows(tuple((rank, *line["rows"]) for rank, line in lines))
         whole = _Whole((len(keys), lines[0][1]["width"]))
-        for (rank, line), rows in zip(lines, places.split([len(part) for part in parts]), strict=True):
+        for (rank, line), rows in zip(lines, places, strict=True):
             values = self._tensor(rank, Stored(line["part"], line["key"])).float()
             if event[1].startswith("grad_"):
                 values = values * self.facts[rank].gradient_scale
             columns = torch.cat([torch.arange(first, first + count) for first, count in line["columns"]])
             whole.put((rows[:, None], columns[None]), values)
-        values, missing = whole.values[real], int((~whole.filled[real]).sum())
-        return Record(values, keys[real], any(line["partial"] for _, line in lines), whole.disagreement, missing)
+        return Record(whole.values, keys, any(line["partial"] for _, line in lines), whole.disagreement, int((~whole.filled).sum()))
 
     def _parameter(self, lines: list[tuple[int, dict[str, Any]]]) -> Record:
         whole = _Whole(tuple(lines[0][1]["shape"]))

@@ -1,0 +1,105 @@
+"""The first-difference finder: honest runs agree at every split, and a planted fault is named by its module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tangram.align.batch import write_batch
+from tangram.align.default_batch import STEPS, SyntheticRow, synthetic_batch
+from tangram.align.run import align, open_subject
+from tangram.align.sharded import Sharded
+from tangram.align.task import Split
+from tangram.align.trace.find import Finding, first_difference
+from tangram.cli.main import main
+from tangram.families.base import get_family
+from tangram.families.plugins import load_plugins
+from tangram.families.tiny import TinySpec
+
+pytestmark = pytest.mark.usefixtures("forked")
+CROOKED = Path(__file__).parent.parent / "data" / "plugins" / "crooked_vl"
+LAYER = "model.language_model.layers"
+ROWS: tuple[SyntheticRow, ...] = ((((1, 8, 12),), 5, 4), (((1, 4, 4), (1, 6, 10)), 7, 3), ((), 9, 6), (((STEPS, 4, 10),), 4, 5))
+"""A picture beside two of other sizes; text alone beside a video."""
+
+TENSOR = Split(tensor=2, sequence_parallel=True)
+VIRTUAL = Split(pipeline=2, virtual=2, vit_pp_layers=[[1, 1], [0, 0]], llm_pp_layers=[[0, 1], [1, 1]])
+RING = Split(context=2, context_algo="ring")
+COPIES = Split(data=2, distributed_optimizer=True)
+STAGES = Split(tensor=2, sequence_parallel=True, pipeline=2)
+
+
+def write_model(family: str, folder: Path) -> Path:
+    deepstack = {"deepstack": (0, 1)} if family.startswith("qwen3") else {}
+    spec = TinySpec(hidden=32, vocab=515, weight_std=0.1, text_layers=3, vision_layers=2, **deepstack)
+    get_family(family).tiny(folder, 0, family == "qwen2_5_vl", spec)
+    return folder
+
+
+def write_rows(family: str, hf: Path, folder: Path) -> Path:
+    return write_batch(synthetic_batch(get_family(family), open_subject(hf, folder / "work").model, ROWS), folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "splits"),
+    [
+        ("qwen2_vl", [TENSOR, VIRTUAL]),
+        ("qwen2_5_vl", [Split(), TENSOR, VIRTUAL, RING, COPIES, Split(tensor=2, vision_tensor=1), Sharded(processes=2)]),
+        ("qwen3_vl", [TENSOR, VIRTUAL, RING]),
+        ("qwen3_vl_moe", [TENSOR, Split(data=2, expert=2), Sharded(processes=2)]),
+        ("llava", [TENSOR, VIRTUAL, RING]),
+    ],
+)
+def test_a_split_gives_what_transformers_gives_module_by_module(family: str, splits: list[Split | Sharded], tmp_path: Path) -> None:
+    hf = write_model(family, tmp_path / "hf")
+    align(hf, splits, batch_file=write_rows(family, hf, tmp_path), micro_batch_size=2, trace_to=tmp_path / "traces")
+    for number, split in enumerate(splits):
+        finding = first_difference(tmp_path / "traces" / "reference", tmp_path / "traces" / f"split_{number}")
+        assert finding.passed, f"{split}: {finding.summary}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "splits", "module", "step"),
+    [
+        ("rope", [Split(), STAGES], f"{LAYER}.0.self_attn", (f"{LAYER}.0.self_attn.o_proj", "input")),
+        ("norms", [STAGES], f"{LAYER}.0.input_layernorm", (f"{LAYER}.0.input_layernorm", "input")),
+        ("scale", [STAGES], f"{LAYER}.0.self_attn", (f"{LAYER}.0.self_attn.o_proj", "input")),
+        ("embedding", [Split(), STAGES], "model.language_model", (f"{LAYER}.0", "input")),
+        ("vision", [Split(), STAGES], "model.visual.blocks.1.attn", ("model.visual.blocks.1.attn.proj", "input")),
+    ],
+)
+def test_a_fault_of_a_copied_family_is_named_by_its_module(
+    fault: str, splits: list[Split], module: str, step: tuple[str, str], tmp_path: Path
+) -> None:
+    for finding in _walk_crooked(fault, splits, tmp_path):
+        verdict, _ = finding.verdicts
+        assert verdict is not None
+        assert (verdict.module, verdict.step.event) == (module, step)
+        assert verdict.agreed > 20
+        assert f"look in {module}" in finding.summary
+
+
+def _walk_crooked(fault: str, splits: list[Split], folder: Path) -> list[Finding]:
+    load_plugins([CROOKED])
+    family, hf, traces = f"crooked_{fault}", folder / "hf", folder / "traces"
+    get_family(family).tiny(hf, 0, True, TinySpec(hidden=32, vocab=515, weight_std=0.1, text_layers=2, vision_layers=2))
+    align(hf, splits, batch_file=write_rows(family, hf, folder), micro_batch_size=2, plugins=[str(CROOKED)], trace_to=traces)
+    names = ["split"] if len(splits) == 1 else [f"split_{number}" for number in range(len(splits))]
+    return [first_difference(traces / "reference", traces / name) for name in names]
+
+
+def test_a_gradient_that_ranks_do_not_sum_is_named_by_its_parameter(tmp_path: Path) -> None:
+    finding, alone = _walk_crooked("gradient", [STAGES, Split()], tmp_path)
+    forward, backward = finding.verdicts
+    assert forward is None
+    assert backward is not None
+    assert backward.step.event == (f"{LAYER}.1.post_attention_layernorm.weight", "gradient")
+    assert backward.module == f"{LAYER}.1.post_attention_layernorm"
+    assert "so the sum over tokens or over ranks differs" in backward.why
+    assert [step.name for step in finding.walks[1].steps if not step.within(1e-5)] == [
+        f"{LAYER}.{number}.post_attention_layernorm.weight" for number in (1, 0)
+    ]
+    # With one rank there is nothing to sum.
+    assert alone.passed
