@@ -14,6 +14,7 @@ from tangram.align.sharded import Sharded
 from tangram.align.task import Split
 from tangram.align.trace.find import Finding, first_difference
 from tangram.cli.main import main
+from tangram.errors import ConfigError
 from tangram.families.base import get_family
 from tangram.families.plugins import load_plugins
 from tangram.families.tiny import TinySpec
@@ -103,3 +104,54 @@ def test_a_gradient_that_ranks_do_not_sum_is_named_by_its_parameter(tmp_path: Pa
     ]
     # With one rank there is nothing to sum.
     assert alone.passed
+
+
+def test_traces_are_kept_and_compared_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """fp32 against bf16 of the same split, and of a few modules."""
+    hf = write_model("qwen2_vl", tmp_path / "hf")
+    rows = str(write_rows("qwen2_vl", hf, tmp_path))
+    run = ["align", "--hf", str(hf), "--batch", rows, "--micro-batch-size", "2"]
+    assert main([*run, "--trace", "--trace-to", str(tmp_path / "fp32")]) == 0
+    assert "steps agree within 1e-05" in capsys.readouterr().out
+    some = f"{LAYER}.{{0-1}}.*"
+    assert main([*run, "--dtype", "bf16", "--trace-to", str(tmp_path / "bf16"), "--trace-only", some]) == 0
+    capsys.readouterr()
+    reference, split = (str(tmp_path / "fp32" / name) for name in ("reference", "split"))
+    assert main(["align", "--trace", reference, split, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["passed"]
+    assert found["forward"]["verdict"] is None
+    assert {step["what"] for step in found["backward"]["steps"]} == {"grad_input", "grad_output", "gradient"}
+    # bf16 is within its own tolerance, which the coarser of two types sets, and not within that of fp32.
+    only = [str(tmp_path / "bf16" / name) for name in ("reference", "split")]
+    assert main(["align", "--trace", *only]) == 0
+    assert main(["align", "--trace", *only, "--tolerance", "1e-5"]) == 1
+    assert f"look in {LAYER}" in capsys.readouterr().out.splitlines()[-1]
+    # A trace of some modules lacks the others, and says so.
+    assert main(["align", "--trace", split, only[1]]) == 0
+    assert "was not chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace", "A"], "--trace takes two traces, or none and a model by --hf; it got 1"),
+        (["--trace", "A", "B", "--pack"], "--pack: --trace with two directories runs nothing"),
+        (["--trace", "A", "B"], "A: no such directory; a trace is written by 'tangram align --trace-to DIR'"),
+        (["--hf", "H", "--trace-only", "lm_head"], "--trace-only says what is in a trace"),
+        (["--hf", "H", "--trace", "--pack"], "transformers runs each row alone"),
+        (["--tp", "2"], "--hf DIR is missing"),
+    ],
+)
+def test_the_command_refuses(options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    assert main(["align", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_pattern_that_names_no_module_is_refused(tmp_path: Path) -> None:
+    hf = write_model("qwen2_vl", tmp_path / "hf")
+    with pytest.raises(ConfigError, match="--trace-only 'model.language_model.layer' matches no module of the model"):
+        align(
+            hf, [Split()], batch_file=write_rows("qwen2_vl", hf, tmp_path), trace_to=tmp_path / "t", trace_only=["model.language_model.layer"]
+        )

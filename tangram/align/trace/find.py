@@ -32,10 +32,10 @@ class Finding:
     def summary(self) -> str:
         """One line."""
         forward, backward = self.verdicts
-        if forward is not None:
-            return f"FAILED: the first that differs is {forward.step.name} ({forward.step.what}); look in {forward.module}"
-        if backward is not None:
-            return f"FAILED: forward agrees; the first that differs backward is {backward.step.name} ({backward.step.what}); look in {backward.module}"
+        first = forward or backward
+        if first is not None:
+            way = "the first that differs" if first is forward else "forward agrees; the first that differs backward"
+            return f"FAILED: {way} is {first.step.name} ({first.step.what}); look in {first.module}"
         return f"passed: {sum(len(walked.steps) for walked in self.walks)} steps agree within {self.walks[0].tolerance:g}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tangram.align.trace.parameters import write_parameters, write_rectangles
 from tangram.align.trace.record import Pass, Recorder
-from tangram.align.trace.rows import Medium, RowTable, VisionRows, grids_of, media_keys, take_parts, token_keys, whole
+from tangram.align.trace.rows import Medium, RowTable, VisionRows, grids_of, media_keys, token_keys, whole
 from tangram.align.trace.seen import ALL, Chosen, Port, Region, Seen, convolved_rows, first_tensor, projector_regions
 from tangram.align.trace.store import Facts, TraceWriter
 from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult

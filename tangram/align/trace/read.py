@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tangram.align.assemble import difference
 from tangram.align.trace.rows import NOTHING
+from tangram.align.trace.seen import Chosen
 from tangram.align.trace.store import FORMAT, Facts, Stored, What, facts_file, index_file, part_file
 from tangram.errors import CheckpointError, suggest
 
@@ -72,6 +73,11 @@ class Trace:
     @property
     def dtype(self) -> str:
         return self.facts[0].dtype
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Which modules were to be recorded."""
+        return Chosen(self.facts[0].only)
 
     @cached_property
     def skipped(self) -> Mapping[str, str]:

@@ -44,8 +44,8 @@ def _direction(way: str, walked: Walk, verdict: Verdict | None, around: int) -> 
         return [f"{way}: {len(walked.steps)} steps agree{most}"]
     assert walked.first is not None
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (("", "left"), ("module or parameter", "left"), ("what", "left"), ("rows", "right"), ("norm", "right"), ("error", "right")):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for heading in ("", "module or parameter", "what", "rows", "norm", "error"):
+        table.add_column(heading, justify="right" if heading in ("rows", "norm", "error") else "left", no_wrap=True)
     for number in range(max(0, walked.first - around), min(len(walked.steps), walked.first + around + 1)):
         step = walked.steps[number]
         mark = ">" if number == walked.first else "" if step.within(walked.tolerance) else "x"
@@ -64,7 +64,11 @@ def as_dict(finding: Finding) -> dict[str, Any]:
         "second": finding.runs[1],
         "tolerance": finding.walks[0].tolerance,
         **{
-            way: {"verdict": _verdict(verdict), "notes": [vars(note) for note in walked.notes], "steps": [_step(step, walked) for step in walked.steps]}
+            way: {
+                "verdict": _verdict(verdict),
+                "notes": [vars(note) for note in walked.notes],
+                "steps": [_step(step, walked) for step in walked.steps],
+            }
             for way, walked, verdict in zip(WAYS, finding.walks, finding.verdicts, strict=True)
         },
     }

@@ -117,7 +117,10 @@ def walk(ours: Trace, theirs: Trace, tolerance: float | None = None) -> tuple[Wa
 def _why(event: Event, lacking: Trace, other: Trace) -> str | None:
     """Why a trace lacks an event: its own reason, or ``""`` for a module that other modules make up and which runs need not have; else None."""
     name, what = event
-    if what in ("weight", "gradient"):
+    parameter = what in ("weight", "gradient")
+    if (name.rpartition(".")[0] if parameter else name) not in lacking.chosen:
+        return "it was not chosen"
+    if parameter:
         return "it is frozen" if what == "gradient" and name in lacking.frozen else None
     if name in lacking.skipped:
         return lacking.skipped[name]
