@@ -209,7 +209,7 @@ def observe_traced(
 
     chosen = Chosen(only)
     traced = ReferenceTrace(reference, subject.model, subject.family.canonical_name, TraceWriter(folder, 0), "transformers", chosen, "fp32")
-    chosen.check(traced.modules.names)
+    chosen.check(traced.modules.names, "--trace-only")
     traced.begin(batch)
     expected = observe(reference, batch)
     weights = replace(expected, gradients={name: parameter.detach() for name, parameter in reference.named_parameters()})

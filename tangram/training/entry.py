@@ -202,6 +202,7 @@ def _loop(
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
             profiler=profiler,
+            tracer=StepTracer(engine, run.tools.trace) if run.tools.trace.step is not None else None,
             after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
             background=manager,
             export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,

@@ -24,7 +24,14 @@ Values = dict[tuple[str, str], Tensor]
 
 
 def trace(
-    folder: Path, values: Values, rank: int = 0, ranks: int = 1, rows: Tensor = KEYS, first: int = 0, width: int = 0, skipped: dict[str, str] | None = None
+    folder: Path,
+    values: Values,
+    rank: int = 0,
+    ranks: int = 1,
+    rows: Tensor = KEYS,
+    first: int = 0,
+    width: int = 0,
+    skipped: dict[str, str] | None = None,
 ) -> Path:
     """One rank's outputs ``[rows, features]``, in the order given, of which the features begin at ``first``."""
     writer = TraceWriter(folder, rank)

@@ -120,8 +120,8 @@ class Medium:
 
 
 Parts = Callable[[int, int], list[Tensor]]
-"""Of a sequence of so many rows, of which so many stay together: positions of this rank's rows, then those of other parts of the sequence that modules
-see. A position past the end is padding."""
+"""Of a sequence of so many rows, of which so many stay together: positions of this rank's rows, then those of other parts of the sequence that
+modules see. A position past the end is padding."""
 
 
 def whole(rows: int, unit: int) -> list[Tensor]:

@@ -83,8 +83,11 @@ class Chosen:
     def __init__(self, only: Sequence[str] = ()) -> None:
         self.patterns = [Pattern(text) for text in only]
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, names: Iterable[str], key: str) -> None:
         """Refuse a pattern that matches none of the model's modules.
+
+        Args:
+            key: that the patterns come from.
 
         Raises:
             ConfigError: naming it.
@@ -92,10 +95,19 @@ class Chosen:
         known = list(names)
         for pattern in self.patterns:
             if not any(pattern.matches(name) for name in known):
-                raise ConfigError(f"--trace-only {pattern.text!r} matches no module of the model{suggest(pattern.text, known)}; correct or remove it")
+                raise ConfigError(f"{key} {pattern.text!r} matches no module of the model{suggest(pattern.text, known)}; correct or remove it")
 
     def __contains__(self, name: object) -> bool:
         return not self.patterns or any(pattern.matches(str(name)) for pattern in self.patterns)
+
+
+def modules_of(tensors: Iterable[str]) -> list[str]:
+    """Names of all modules that have some of these tensors, in themselves or in others."""
+    found: dict[str, None] = {"lm_head": None}
+    for name in tensors:
+        while name := name.rpartition(".")[0]:
+            found[name] = None
+    return list(found)
 
 
 def composite_name(inside: Mapping[str, str], every: Sequence[str]) -> str | None:
