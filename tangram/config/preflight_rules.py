@@ -16,6 +16,7 @@ from tangram.config.context import check_context
 from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.offload import check_offload
+from tangram.config.patterns import Pattern
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family

@@ -79,10 +79,9 @@ def token_keys(batch: Mapping[str, Any], first_sample: int = 0) -> Tensor:
     mask = batch.get("attention_mask")
     real = torch.ones(rows, columns, dtype=torch.bool) if mask is None else mask.cpu().bool()
     real = real if real.dim() == 2 else real.any(dim=-1)
-    ids = torch.full((rows,), NOTHING)
     given = torch.tensor(list(batch.get("sample_ids", range(first_sample, first_sample + rows))), dtype=torch.int64)
-    ids[: len(given)] = given
-    keys[..., 0] = torch.where(real, ids[:, None], NOTHING)
+    samples = torch.nn.functional.pad(given, (0, rows - len(given)), value=NOTHING)
+    keys[..., 0] = torch.where(real, samples[:, None], NOTHING)
     keys[..., 1] = real.cumsum(dim=1) - 1
     return keys
 

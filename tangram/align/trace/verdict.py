@@ -61,7 +61,8 @@ def _judge(step: Step, agreed: Sequence[Event]) -> tuple[str, tuple[str, ...], s
             parts = f"{begun} and its {'parameters agree' if weights else 'place agree'}" if what == "output" else f"{begun} agrees"
             return name, (), f"{parts}, so it computes otherwise" + (" backward" if what == "grad_input" else "")
         return name, inside, f"{begun} and all that its modules compute agree; the fault lies after {', '.join(inside)}"
-    scope, siblings = name.rpartition(".")[0], ()
+    scope = name.rpartition(".")[0]
+    siblings: tuple[str, ...] = ()
     while scope:
         siblings = _last(event for event in agreed if event[0].startswith(f"{scope}."))
         if siblings:
