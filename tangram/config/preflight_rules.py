@@ -303,7 +303,8 @@ def tools(subject: Subject) -> str:
         raise ConfigError(f"tools.trace.step {chosen.trace.step} lies after the last iteration, train_iters {training.train_iters}; choose another")
     for pattern in chosen.trace.only:
         Pattern(pattern)
-    recorders = {"trace": chosen.trace.step is not None, "profiler": chosen.profile.enable, "memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
+    recorders = {"trace": chosen.trace.step is not None, "profiler": chosen.profile.enable}
+    recorders |= {"memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
     on = [name for name, enabled in (recorders | writers).items() if enabled]
     return ", ".join(on) or "nothing is switched on"
 

@@ -50,6 +50,7 @@ from tangram.training.run_facts import facts_of
 from tangram.training.schedule import LearningRate
 from tangram.training.shared import from_first_rank, same_everywhere
 from tangram.training.speed import model_flops, peak_of
+from tangram.training.tracing import StepTracer
 from tangram.training.weights import put_weights
 from tangram.training.writers import open_writers
 

@@ -150,8 +150,7 @@ class Trace:
             values = self._tensor(rank, Stored(line["part"], line["key"])).float()
             if event[1].startswith("grad_"):
                 values = values * self.facts[rank].gradient_scale
-            columns = torch.cat([torch.arange(first, first + count) for first, count in line["columns"]])
-            whole.put((rows[:, None], columns[None]), values)
+            whole.put_rows(rows, line["columns"], values)
         return Record(whole.values, keys, any(line["partial"] for _, line in lines), whole.disagreement, int((~whole.filled).sum()))
 
     def _parameter(self, lines: list[tuple[int, dict[str, Any]]]) -> Record:
@@ -168,12 +167,25 @@ class _Whole:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.values, self.filled, self.disagreement = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), 0.0
 
-    def put(self, where: tuple[Any, ...], values: Tensor) -> None:
-        seen = self.filled[where]
-        if seen.any():
-            self.disagreement = max(self.disagreement, difference(values[seen], self.values[where][seen]))
-            values = torch.where(seen, self.values[where], values)
+    def put(self, where: tuple[slice, ...], values: Tensor) -> None:
+        """Write a rectangle."""
+        self._check(self.filled[where], self.values[where], values)
         self.values[where], self.filled[where] = values, True
+
+    def put_rows(self, rows: Tensor, columns: list[list[int]], values: Tensor) -> None:
+        """Write ``[n, features]`` into ``rows`` [n] and runs of columns."""
+        parts = values.split([count for _, count in columns], dim=1)
+        for (first, count), part in zip(columns, parts, strict=True):
+            mine, filled = self.values.narrow(1, first, count), self.filled.narrow(1, first, count)
+            self._check(filled.index_select(0, rows), mine, part, rows)
+            mine.index_copy_(0, rows, part)
+            filled.index_fill_(0, rows, True)
+
+    def _check(self, seen: Tensor, before: Tensor, values: Tensor, rows: Tensor | None = None) -> None:
+        """Note how far values that come a second time are from those that came first."""
+        if seen.any():
+            before = before if rows is None else before.index_select(0, rows)
+            self.disagreement = max(self.disagreement, difference(values[seen], before[seen]))
 
 
 def _read_facts(folder: Path, rank: int) -> Facts:
