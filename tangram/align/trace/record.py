@@ -114,8 +114,8 @@ class Recorder:
         if not ports or stage is None or tables is None:
             return None
         what = "output" if output else "input"
-        if tensor is None or not tensor.is_floating_point():
-            self._skip(ports, f"its {what} is no tensor of numbers")
+        if tensor is None or not tensor.is_floating_point() or tensor.dim() < 2:
+            self._skip(ports, f"its {what} is no tensor of rows")
             return None
         flat = tensor if seen.rows_of is None else seen.rows_of(tensor, output)
         table = find(tables, len(by_rows(flat)))
