@@ -33,7 +33,7 @@ On the fsdp2 backend the settings are keys of the run file; blocks, merger and l
 (parallel.fsdp_plan.apply_modules). --tp, --sp, --cp, --pp, --vpp, --dp, --ep, --balance and the layer lists are megatron's.
 
 {trace}
-The exit status is 0 if everything lies within the tolerance, else 1.
+The exit status is 0 if everything lies within the tolerance, 1 if not, 2 if it could not be run or read.
 """
 MEGATRON_OPTIONS = (
     *("--tp", "--vision-tp", "--sp", "--cp", "--cp-algo", "--ulysses-degree", "--pp", "--vpp", "--dp", "--ep"),

@@ -22,11 +22,16 @@ the first difference, module by module forward and tensor by tensor backward:
   tangram align --trace runs/before/split runs/after/split         two traces: of two versions, splits, machines or backends
 """
 
+OF_TWO = {"command", "trace", "tolerance", "json"}
+"""What two traces are compared with."""
+USUAL = {"backend": "megatron", "dtype": "fp32", "rows": 12, "lr": 1e-4}
+"""Options of a run that are there although nobody gave them."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of traces to those of ``tangram align``."""
     group = parser.add_argument_group("first difference")
-    walk = "name the first module that differs: of transformers and the split, or of two traces A and B (then no other option is needed)"
+    walk = "name the first module that differs: of transformers and the split, or of two traces A and B (beside these only --tolerance and --json)"
     group.add_argument("--trace", nargs="*", metavar="DIR", type=Path, help=walk)
     group.add_argument("--trace-to", metavar="DIR", type=Path, help="keep the traces: DIR/reference of transformers, DIR/split")
     only = "record modules of these names alone, such as 'model.language_model.layers.{0-3}.*'; may be repeated"
@@ -41,11 +46,13 @@ def traces(args: argparse.Namespace) -> tuple[Path, Path] | None:
     """
     if not args.trace:
         return None
+    if settings := [str(given) for given in args.trace if "=" in str(given) and not given.is_dir()]:
+        raise ConfigError(f"--trace takes directories, and it got {' '.join(settings)}; write section.key=value before --trace")
     if len(args.trace) != 2:
         raise ConfigError(f"--trace takes two traces, or none and a model by --hf; it got {len(args.trace)}: {' '.join(map(str, args.trace))}")
-    given = [name for name in ("hf", "checkpoint", "batch", "dump", "steps", "trace_to", "trace_only", "pack") if getattr(args, name)]
+    given = [name for name, value in vars(args).items() if name not in OF_TWO and value not in (None, False, [], USUAL.get(name))]
     if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        options = ", ".join("section.key=value" if name == "settings" else f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{options}: --trace with two directories runs nothing, it reads what is there; leave out one or the other")
     return args.trace[0], args.trace[1]
 

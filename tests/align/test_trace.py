@@ -141,6 +141,8 @@ def test_traces_are_kept_and_compared_by_the_command(tmp_path: Path, capsys: pyt
     [
         (["--trace", "A"], "--trace takes two traces, or none and a model by --hf; it got 1"),
         (["--trace", "A", "B", "--pack"], "--pack: --trace with two directories runs nothing"),
+        (["--trace", "A", "B", "--tp", "2", "--dtype", "bf16"], "--tp, --dtype: --trace with two directories runs nothing"),
+        (["--backend", "fsdp2", "--hf", "H", "--trace", "a.b=1", "a.c=2"], "it got a.b=1 a.c=2; write section.key=value before --trace"),
         (["--trace", "A", "B"], "A: no such directory; a trace is written by 'tangram align --trace-to DIR'"),
         (["--hf", "H", "--trace-only", "lm_head"], "--trace-only says what is in a trace"),
         (["--hf", "H", "--trace", "--pack"], "transformers runs each row alone"),
