@@ -134,11 +134,13 @@ def _compare_batch(args: argparse.Namespace, split: Split | Sharded) -> int:
             print(note)
         print(render(outcome.report, f"{args.hf}, {split}, {args.dtype}, against transformers in fp32", limit=args.rows))
         if args.trace is None:
+            if folder is not None:
+                print(f"traces: {folder / 'reference'}, {folder / 'split'}")
             _write_json(args.json, outcome.as_dict())
             return 0 if outcome.report.passed else 1
         assert folder is not None
         print()
-        status = compare(folder / "reference", folder / "split", args.tolerance, args.json)
+        status = compare(folder / "reference", folder / "split", args.tolerance, args.json, kept=args.trace_to is not None)
         return status if outcome.report.passed else 1
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,13 +86,14 @@ def trace_folder(args: argparse.Namespace) -> Iterator[Path | None]:
         yield None
 
 
-def compare(first: Path, second: Path, tolerance: float | None, json_file: Path | None) -> int:
-    """Print the first difference of two traces; the exit status is 0 where there is none, else 1."""
+def compare(first: Path, second: Path, tolerance: float | None, json_file: Path | None, kept: bool = True) -> int:
+    """Print the first difference of two traces, with their folders where these are kept; the exit status is 0 where there is none, else 1."""
     from tangram.align.trace.find import first_difference
     from tangram.align.trace.render import render
 
     finding = first_difference(first, second, tolerance)
-    print(render(finding))
+    shown = replace(finding, runs=(f"{finding.runs[0]}, {first}", f"{finding.runs[1]}, {second}")) if kept else finding
+    print(render(shown))
     if json_file is not None:
         _write(finding, json_file)
     return 0 if finding.passed else 1

@@ -119,7 +119,7 @@ def test_traces_are_kept_and_compared_by_the_command(tmp_path: Path, capsys: pyt
     assert "steps agree within 1e-05" in capsys.readouterr().out
     some = f"{LAYER}.{{0-1}}.*"
     assert main([*run, "--dtype", "bf16", "--trace-to", str(tmp_path / "bf16"), "--trace-only", some]) == 0
-    capsys.readouterr()
+    assert f"traces: {tmp_path / 'bf16' / 'reference'}, " in capsys.readouterr().out
     reference, split = (str(tmp_path / "fp32" / name) for name in ("reference", "split"))
     assert main(["align", "--trace", reference, split, "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -129,11 +129,12 @@ def test_traces_are_kept_and_compared_by_the_command(tmp_path: Path, capsys: pyt
     # bf16 is within its own tolerance, which the coarser of two types sets, and not within that of fp32.
     only = [str(tmp_path / "bf16" / name) for name in ("reference", "split")]
     assert main(["align", "--trace", *only]) == 0
+    assert f"second: megatron, TP1 PP1, {only[1]}" in capsys.readouterr().out.splitlines()
     assert main(["align", "--trace", *only, "--tolerance", "1e-5"]) == 1
     assert f"look in {LAYER}" in capsys.readouterr().out.splitlines()[-1]
     # A trace of some modules lacks the others, and says so.
     assert main(["align", "--trace", split, only[1]]) == 0
-    assert "was not chosen" in capsys.readouterr().out
+    assert "not chosen by --trace-only" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

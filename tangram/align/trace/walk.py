@@ -119,7 +119,7 @@ def _why(event: Event, lacking: Trace, other: Trace) -> str | None:
     name, what = event
     parameter = what in ("weight", "gradient")
     if (name.rpartition(".")[0] if parameter else name) not in lacking.chosen:
-        return "it was not chosen"
+        return "not chosen by --trace-only (tools.trace.only)"
     if parameter:
         return "it is frozen" if what == "gradient" and name in lacking.frozen else None
     if name in lacking.skipped:
