@@ -54,8 +54,11 @@ class Replay:
         return self.folder / RUN_FILE
 
 
-def prepare(baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
+def prepare(baseline: Baseline, wishes: Wishes, folder: Path, base: Path | None = None) -> Replay:
     """Write the run file of the replay.
+
+    Args:
+        base: folder that relative paths of the baseline and of the wishes start from; None: the working directory.
 
     Raises:
         ConfigError: the baseline does not hold the run, it was not run from its run file alone, or the wishes do not fit it.
@@ -82,7 +85,7 @@ def prepare(baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
     path = folder / RUN_FILE
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=150), encoding="utf-8")
     try:
-        run = read_run(path, wishes.settings)
+        run = read_run(path, wishes.settings, base or Path.cwd())
         processes = _ranks_of_a_copy(run) * copies
     except ConfigError:
         path.unlink()
