@@ -290,7 +290,7 @@ def run_in_turn(folder: Path, jobs: Sequence[Job], ranks: int = 1) -> Outcome:
     assert {job.ranks for job in turns} <= {1, ranks}
     ports = _free_ports(len(turns))
     plan = json.dumps([(list(job.command), job.ranks, port) for job, port in zip(turns, ports, strict=True)])
-    return _launched(folder, _take_turns, [plan], ranks, {}).finish()
+    return _launched(folder, _take_turns, [plan], ranks, {}).finish(PATIENCE + 10 * len(turns))
 
 
 def _take_turns(command: Sequence[str], environment: Mapping[str, str], log: str) -> None:

@@ -1,4 +1,7 @@
-"""``python -m tests.baselines``: makes the stored baselines anew. ``python -m tests.baselines inputs``: only the models and data that they are of."""
+"""``python -m tests.baselines``: makes the stored baselines, and the figures of docs/baselines.md, anew.
+
+``python -m tests.baselines inputs``: only the models and data that they are of, where a replay looks for them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from tangram.align.gate.replay import Wishes, prepare
 from tangram.align.gate.settings import Settings
 from tangram.config import yaml_config
 from tests.baselines.recipe import BACKENDS, FAMILIES, INITS, MARGINS, run_file, stored, write_inputs
+from tests.baselines.thirty import PAGE, page, thirty_steps
 from tests.trial import Job, run_in_turn
 
 
@@ -33,6 +37,8 @@ def make_all(root: Path) -> None:
         run_in_turn(root / "made" / backend / "log", [Job(["tangram", "train", str(path)]) for path in files.values()], 2).succeeded()
         for (family, init), path in files.items():
             _keep(path.parent, stored(family, backend, init), root)
+    run_in_turn(root / "log", [Job(["tangram", "train", str(path)]) for path in thirty_steps(root, root / "thirty")], 2).succeeded()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), root / "thirty"), encoding="utf-8")
 
 
 def _keep(run: Path, file: Path, root: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +31,56 @@ OF_FAMILY = {**dict.fromkeys(FAMILIES, PICTURES), "qwen2_5_vl": [*PICTURES, "--t
 """Options of ``tangram tiny``."""
 LLAVA_TOKENS = {"<s>": 256, "</s>": 257, "<image>": 318, "<pad>": 319}
 
+WHOLE = "training.micro_batch_size=4"
+"""A step in one micro-batch; the stored runs have two."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where stored baselines must hold.
+
+    Args:
+        inits: of the baselines.
+        families: those that can be split so.
+    """
+
+    wishes: Wishes
+    inits: Sequence[str] = INITS
+    families: Sequence[str] = FAMILIES
+
+    @classmethod
+    def of(cls, *settings: str, data: int | None = None, **others: Any) -> Topology:
+        return cls(Wishes(data=data, settings=settings), **others)
+
+
+MIXED = ["qwen3_vl_moe"]
 RING = split(context_parallel_size=2, context_parallel_algo="megatron_cp_algo")
-TOPOLOGIES: Mapping[str, Mapping[str, Wishes]] = {
+OVERLAPPED = split(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+EXPERTS = ["parallel.expert_parallel_size=2", "parallel.ep_plan.apply_modules=[model.language_model.layers.{*}.mlp.experts]"]
+TOPOLOGIES: Mapping[str, Mapping[str, Topology]] = {
     "megatron": {
-        "one process": Wishes(),
-        "TP2 x SP": Wishes(settings=split(2, sequence_parallel=True)),
-        "PP2, vision over both stages": Wishes(settings=split(1, [1, 1], [0, 2])),
-        "PP2 x VPP2": Wishes(settings=split(1, [[1, 1], [0, 0]], [[0, 0], [1, 1]])),
-        "CP2, ring": Wishes(settings=RING),
-        "DP2, distributed optimizer": Wishes(data=2, settings=split(use_distributed_optimizer=True)),
+        "one process": Topology.of(),
+        "DP2, distributed optimizer": Topology.of(*OVERLAPPED, data=2),
+        "TP2 x SP": Topology.of(*split(2, sequence_parallel=True), WHOLE, inits=["random"]),
+        "PP2, vision over both stages": Topology.of(*split(1, [1, 1], [0, 2]), inits=["random"]),
+        "PP2 x VPP2": Topology.of(*split(1, [[1, 1], [0, 0]], [[0, 0], [1, 1]]), inits=["hf"]),
+        "CP2, ring": Topology.of(*RING, WHOLE, inits=["hf"]),
+        "EP2": Topology.of(*split(expert_model_parallel_size=2), data=2, families=MIXED),
     },
     "fsdp2": {
-        "one process": Wishes(),
-        "two ranks": Wishes(data=2),
-        "HSDP, two copies": Wishes(data=2, settings=["parallel.fully_shard_parallel_size=1"]),
-        "Ulysses": Wishes(settings=["parallel.ulysses_parallel_size=2"]),
+        "one process": Topology.of(),
+        "two ranks": Topology.of(data=2),
+        "HSDP, two copies": Topology.of("parallel.fully_shard_parallel_size=1", data=2),
+        "Ulysses": Topology.of("parallel.ulysses_parallel_size=2", WHOLE),
+        "EP2": Topology.of(*EXPERTS, data=2, families=MIXED),
     },
 }
-OF_EXPERTS: Mapping[str, Mapping[str, Wishes]] = {
-    "megatron": {"EP2": Wishes(data=2, settings=split(expert_model_parallel_size=2))},
-    "fsdp2": {"EP2": Wishes(data=2, settings=["parallel.expert_parallel_size=2"])},
-}
 
 
-def topologies(family: str, backend: str) -> dict[str, Wishes]:
-    """Where the family's stored baselines of this backend must hold."""
-    return {**TOPOLOGIES[backend], **(OF_EXPERTS[backend] if family.endswith("_moe") else {})}
+def topologies(family: str, backend: str, init: str) -> dict[str, Wishes]:
+    """Where the family's stored baseline must hold, four at least; it was made at the first."""
+    found = TOPOLOGIES[backend].items()
+    return {name: topology.wishes for name, topology in found if init in topology.inits and family in topology.families}
 
 
 def stored(family: str, backend: str, init: str) -> Path:

@@ -1,13 +1,12 @@
 """``FAULT ...``: ``tangram ...`` with a fault for the length of the run."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
-
-from megatron.core.distributed import finalize_model_grads
 
 from tangram.backends.megatron import forward
 from tangram.cli.main import main
@@ -34,7 +33,7 @@ def not_summed(*_: Any) -> None:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "loss": (forward, "reduce_token_losses", a_heavier_copy),
     "order": (GlobalOrder, "_locate", one_further),
-    "norms": (finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads", not_summed),
+    "norms": (importlib.import_module("megatron.core.distributed.finalize_model_grads"), "_allreduce_non_tensor_model_parallel_grads", not_summed),
 }
 with patch.object(*FAULTS[sys.argv[1]]):
     status = main(sys.argv[2:])
