@@ -25,7 +25,6 @@ from tangram.align.task import Split
 from tangram.config.model import ModelConfig
 from tangram.config.preflight_rules import GATES, RULES, Subject
 from tangram.errors import TangramError
-from tangram.families.base import get_family
 from tangram.families.llava.tiny import hf_config as llava_config
 from tangram.families.qwen2_5_vl.tiny import vision_config as windowed_tower
 from tangram.families.qwen2_vl.tiny import hf_config as qwen2_config

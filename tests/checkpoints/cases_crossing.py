@@ -135,6 +135,7 @@ def apart(engine: RunnableEngine, truth: Tensors) -> dict[str, float]:
     errors: dict[str, float] = {}
     for tensor in engine.canonical_parameters():
         error = (tensor.local.double() - truth[tensor.name][window(tensor)].double()).norm() / truth[tensor.name].double().norm()
+        # In this order what is no number stays.
         errors[tensor.name] = max(float(error), errors.get(tensor.name, 0.0))
     return errors
 

@@ -36,7 +36,7 @@ def sections(*section: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (qwen(head_dim=12, rope_scaling=sections(2, 2, 2)), "head_dim 12 must be hidden_size 32 / num_attention_heads 4; correct it, or leave it out"),
+        (qwen(head_dim=12, rope_scaling=sections(2, 2, 2)), "head_dim 12 must be hidden_size 32 / num_attention_heads 4; correct it"),
         (qwen(layer_types=["full_attention", *["sliding_attention"] * 3]), "layer_types sliding_attention is not supported"),
         (qwen(rope_scaling=sections(5, -2, 1)), r"mrope_section \[5, -2, 1\] must hold 3 numbers that sum to half of head_dim 8, none below 0"),
         (llava({"head_dim": 9}, {}), "head_dim 9 is odd, and rotary positions turn pairs; make it even"),
