@@ -61,14 +61,14 @@ def _three_parts(dice: random.Random, total: int) -> list[int]:
 
 def draw_model(dice: random.Random, family: str) -> Model:
     """Sizes that no published model has: odd widths, few heads, one layer, other bases, sections, windows, tables."""
-    heads, width = dice.choice(((4, 2), (4, 4), (4, 1), (6, 2), (6, 3), (8, 2), (8, 4), (3, 1), (2, 2), (2, 1))), dice.choice((6, 8, 10, 12))
+    heads, width = dice.choice(((4, 2), (4, 4), (8, 4), (8, 8), (4, 2), (6, 2), (6, 3), (3, 1), (4, 1))), dice.choice((6, 8, 10, 12))
     if family == "qwen3_vl_moe":
         width = dice.choice((8, 12))  # transformers' grouped product takes rows of a multiple of 16 bytes
-    vision_heads, vision_width = dice.choice((1, 2, 3, 4, 4)), dice.choice((4, 8, 12))
+    vision_heads, vision_width = dice.choice((1, 2, 3, 4, 4, 4)), dice.choice((4, 8, 12))
     tied = dice.random() < 0.5
     spec = TinySpec(
         hidden=heads[0] * width,
-        ffn=dice.choice((36, 40, 48, 60, 33)),
+        ffn=dice.choice((36, 40, 48, 60, 36, 44, 33)),
         text_layers=_layers(dice),
         heads=heads[0],
         kv_heads=heads[1],
@@ -143,7 +143,7 @@ def _llava(dice: random.Random, spec: TinySpec, tied: bool) -> dict[str, Any]:
     vision["hidden_size"] = vision["num_attention_heads"] * dice.choice((5, 8, 6))
     config["image_seq_length"] = (side // patch) ** 2
     depth = vision["num_hidden_layers"]
-    config["vision_feature_layer"] = dice.choice((-1, -2, depth, 1, -depth, 0))
+    config["vision_feature_layer"] = dice.choice((-1, -2, depth, 1, -depth, -depth - 1))
     config["projector_hidden_act"] = dice.choice(("gelu", "quick_gelu"))
     config["multimodal_projector_bias"] = dice.random() < 0.7
     text["head_dim"] = dice.choice((6, 8, 12, spec.head_dim))

@@ -8,15 +8,15 @@ import pytest
 
 from tests.align.odd import draw
 
-SLICE = {"qwen3_vl": 101, "llava": 100}
-"""Seeds: DeepStack over five stages and chunks, and a tower with layers that take no part."""
+SLICE = {"llava": 203, "qwen3_vl": 203}
+"""Seeds: a tower with layers that take no part, at TP4 and over six chunks; DeepStack over six chunks; context ranks of every kind."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", SLICE)
 def test_what_the_check_accepts_gives_the_loss_logits_and_gradients_of_transformers(family: str, tmp_path: Path) -> None:
-    drawn = draw(SLICE[family], family, tmp_path, splits=6)
-    assert len(drawn.splits) == 6
+    drawn = draw(SLICE[family], family, tmp_path, splits=5)
+    assert len(drawn.splits) == 5
     for outcome in drawn.compare():
         assert outcome.report.passed and outcome.report.tolerance == 1e-5, f"{outcome.split}: {outcome.report.failures}"
