@@ -49,7 +49,8 @@ def canonical_gradients(built: VLMModel, placement: Placement, hf: Any) -> dict[
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(((a - b).norm() / b.norm()).detach())
+    """Norm-wise; where ``b`` is zero, as the gradient of what reaches no label, the norm of ``a``."""
+    return float(((a - b).norm() / (b.norm() if b.any() else 1.0)).detach())
 
 
 @pytest.mark.compat
