@@ -50,5 +50,5 @@ def _worst(engine: MegatronEngine, wanted: Mapping[str, torch.Tensor]) -> float:
     for tensor in engine.canonical_gradients():
         whole = wanted[tensor.name]
         part = whole[tuple(slice(a, a + n) for a, n in zip(tensor.start, tensor.local.shape, strict=True))]
-        worst = largest([worst, float((tensor.local - part).norm() / whole.norm())])
+        worst = largest([worst, float((tensor.local - part).norm() / (whole.norm() if whole.any() else 1.0))])
     return worst
