@@ -38,8 +38,8 @@ from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.families.unknown import unknown_family
 from tangram.platform import current
+from tangram.platform.determinism import make_deterministic
 from tangram.training.context import Context, get_context, set_context
-from tangram.training.determinism import make_deterministic
 from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
