@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tangram.checkpoints.dcp_ranks import distributed, lost_contact
@@ -112,6 +112,14 @@ def _check_steps(all_steps: Iterable[Mapping[str, int]]) -> None:
         for canonical, step in steps.items():
             if known.setdefault(canonical, step) != step:
                 raise CheckpointError(f"optimizer state of {canonical}: one rank has taken {known[canonical]} steps, another {step}")
+
+
+class _Writer(FileSystemWriter):
+    """Writes what was saved, and neither where nor by which call: the same state gives the same bytes."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the folder's temporary name and the random id of the save, which nothing reads."""
+        return StorageMeta()
 
 
 class SafeReader(FileSystemReader):
@@ -291,7 +299,7 @@ def write(
         CheckpointError: on every rank, if any rank failed.
     """
     state = {**tensors, **step_entries(steps)}
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True, overwrite=False)
+    writer = _Writer(folder, single_file_per_rank=True, thread_count=1, sync_files=True, overwrite=False)
     try:
         dcp.save(state, storage_writer=writer, planner=StrictSavePlanner(names, steps), process_group=group, no_dist=not distributed())
     except CheckpointException as error:

@@ -1,7 +1,7 @@
 """Deterministic mode on a CPU: two runs give the same numbers and the same bytes, at every kind of split.
 
-The first of each pair is forked from the warm server of the tests. The second runs in another interpreter with another hash seed, so that the order of
-Python's sets is another one, in another folder, and reads its data by worker processes in place of its own, or saves in the background.
+The first of each pair is forked from the warm server of the tests. The second runs under another interpreter with another hash seed, so that sets
+are in another order; in another folder; and reads ahead by worker processes, and saves in the background.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,85 +19,126 @@ import pytest
 import yaml
 
 from tangram.cli.main import main
-from tests.trial import Trial, run, split, write_trial
+from tests.ranks import on_ranks
+from tests.trial import Record, Trial, entry_flags, metrics, run, split, write_trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-LAUNCHES = Path(__file__).parent.parent / "workers" / "launches.py"
+HERE = Path(__file__).parent
+LAUNCHES = HERE.parent / "workers" / "launches.py"
+TIMED = {"step_ms", "tokens_per_s", "tflops_per_device", "mfu"}
+"""Columns of metrics.jsonl that no mode makes equal."""
 ZERO = {"use_distributed_optimizer": True}
 DROPOUT = "model.overrides=" + json.dumps({"text_decoder": {"attention_dropout": 0.1, "hidden_dropout": 0.1}})
-WHOLE = ["training.deterministic=true", "training.train_iters=3", "training.save_interval=2"]
+LOADING = "data.dataloader_param."
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run."""
+    """A run of three steps."""
 
     overrides: list[str]
     ranks: int = 2
-    family: str = "qwen2_5_vl"
-    fsdp2: bool = False
+    file: str = "run.yaml"
 
 
 CASES = {
-    "one process, dropout": Case([DROPOUT], 1),
-    "TP2 x SP, dropout": Case([DROPOUT, *split(2, sequence_parallel=True)]),
+    "one process": Case([DROPOUT, "training.save_hf_interval=3"], 1),
+    "TP2 x SP": Case([DROPOUT, *split(2, sequence_parallel=True), "training.save_hf_interval=3"]),
     "PP2": Case([DROPOUT, *split(1, [2, 0], [1, 1])]),
-    "CP2 ring": Case(split(1, context_parallel_size=2, context_parallel_algo="megatron_cp_algo", **ZERO)),
-    "DP2, overlapped": Case(split(1, overlap_grad_reduce=True, overlap_param_gather=True, **ZERO)),
-    "EP2": Case(split(1, expert_model_parallel_size=2, **ZERO), family="qwen3_vl_moe"),
-    "EP2 all-gather": Case(split(1, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather", **ZERO), family="qwen3_vl_moe"),
-    "fsdp2": Case([], 1, fsdp2=True),
-    "fsdp2 of two": Case([], fsdp2=True),
+    "CP2, ring": Case(split(1, context_parallel_size=2, context_parallel_algo="megatron_cp_algo", **ZERO)),
+    "DP2, overlapped": Case([DROPOUT, *split(1, overlap_grad_reduce=True, overlap_param_gather=True, **ZERO)]),
+    "EP2": Case(split(1, expert_model_parallel_size=2, **ZERO), file="experts/run.yaml"),
+    "fsdp2, one rank": Case([], 1, "fsdp2.yaml"),
+    "fsdp2, two ranks": Case([], 2, "fsdp2.yaml"),
 }
 
 
-def write(folder: Path, family: str) -> Trial:
-    return write_trial(folder, family=family, layers=2)
+def command(trial: Trial, case: Case, save: Path, second: bool) -> list[str]:
+    own = case.file == "fsdp2.yaml"
+    words = ["tangram", "train", str(trial.folder / case.file), "training.train_iters=3", "training.save_interval=2", f"training.save={save}"]
+    words += [f"training.{'use_deter_comp' if own else 'deterministic'}=true", f"{LOADING}shuffle=true", *case.overrides]
+    workers = f"{LOADING if own else 'training.'}num_workers="
+    return [*words, f"{workers}2", f"{LOADING}enable_preload=true", "training.save_async=true"] if second else [*words, f"{workers}0"]
 
 
-def fsdp2_file(trial: Trial) -> Path:
-    content = yaml.safe_load(trial.run_file.read_text())
-    plan = {"apply_modules": ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]}
-    training = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "use_deter_comp": True}
-    fsdp2: dict[str, Any] = {
+def write_fsdp2(trial: Trial) -> None:
+    """With dropout in attention, and the loss in chunks."""
+    hf = json.loads((trial.hf / "config.json").read_text())
+    hf.get("text_config", hf)["attention_dropout"] = 0.1
+    (trial.folder / "dropout").mkdir()
+    for file in trial.hf.iterdir():
+        (trial.folder / "dropout" / file.name).write_bytes(file.read_bytes())
+    (trial.folder / "dropout" / "config.json").write_text(json.dumps(hf))
+    content: dict[str, Any] = {
         "backend": "fsdp2",
-        "model": {"model_name_or_path": "hf", "freeze": ["model.visual.patch_embed"]},
-        "parallel": {"fsdp_plan": plan},
-        "data": content["data"],
-        "training": {**training, "init_model_with_meta_device": True},
+        "model": {"model_name_or_path": "dropout"},
+        "parallel": {"fsdp_plan": {"apply_modules": ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]}},
+        "data": yaml.safe_load(trial.run_file.read_text())["data"],
+        "training": {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "init_model_with_meta_device": True},
         "features": {"enable_chunk_loss": True, "chunkloss_plan": {"apply_module": "lm_head", "chunk_size": 64}},
     }
-    (trial.folder / "fsdp2.yaml").write_text(yaml.safe_dump(fsdp2))
-    return trial.folder / "fsdp2.yaml"
+    (trial.folder / "fsdp2.yaml").write_text(yaml.safe_dump(content))
 
 
-def launch(case: Case, trials: dict[str, Trial], out: Path, second: bool) -> dict[str, Any]:
-    trial = trials[case.family]
-    file = trial.folder / "fsdp2.yaml" if case.fsdp2 else trial.run_file
-    words = [word for word in WHOLE if not (case.fsdp2 and "deterministic" in word)] + case.overrides
-    words += [f"training.save={out}/ckpt"]
-    if second:
-        words += ["data.dataloader_param.enable_preload=true", "training.save_async=true"]
-        words += ["data.dataloader_param.num_workers=2" if case.fsdp2 else "training.num_workers=2"]
-    return {"folder": str(out), "command": ["tangram", "train", str(file), *words], "ranks": case.ranks}
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    made = write_trial(tmp_path_factory.mktemp("trial"), layers=2)
+    write_trial(made.folder / "experts", family="qwen3_vl_moe", layers=2)
+    write_fsdp2(made)
+    return made
 
 
-def test_x(tmp_path: Path) -> None:
-    trials = {family: write(tmp_path / family, family) for family in ("qwen2_5_vl", "qwen3_vl_moe")}
-    fsdp2_file(trials["qwen2_5_vl"])
-    pairs = {
-        name: [launch(case, trials, tmp_path / side / name.replace(" ", "_"), bool(number)) for number, side in enumerate("ab")]
+@pytest.fixture(scope="module")
+def saved(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """``a/CASE`` and ``b/CASE``, in which both runs of each case saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    second = [
+        {"folder": str(folder / "logs" / name), "command": command(trial, case, folder / "b" / name, True), "ranks": case.ranks}
         for name, case in CASES.items()
-    }
-    (tmp_path / "b.json").write_text(json.dumps([second for _, second in pairs.values()]))
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    other = subprocess.Popen([sys.executable, str(LAUNCHES), str(tmp_path / "b.json")], env=environment)
-    for first, _ in pairs.values():
-        run(Path(first["folder"]), first["command"], first["ranks"]).succeeded()
-    assert other.wait() == 0
-    for name, (a, b) in pairs.items():
-        x, y = Path(a["folder"], "ckpt"), Path(b["folder"], "ckpt")
-        fx, fy = ({str(p.relative_to(d)): p.read_bytes() for p in d.rglob("*") if p.is_file()} for d in (x, y))
-        print(name, sorted(set(fx) ^ set(fy)), [k for k in fx if k in fy and fx[k] != fy[k]], len(fx))
-        main(["baseline", "make", str(x), "-o", str(x / "b.json")])
-        print(main(["gate", str(y), str(x / "b.json"), "--mode", "exact", "--margin", "time=1000", "--margin", "memory=1"]))
+    ]
+    (folder / "second.json").write_text(json.dumps(second))
+    with subprocess.Popen([sys.executable, str(LAUNCHES), str(folder / "second.json")], env={**os.environ, "PYTHONHASHSEED": "7"}) as other:
+        try:
+            for name, case in CASES.items():
+                run(folder / name, command(trial, case, folder / "a" / name, False), case.ranks).succeeded()
+            assert other.wait() == 0
+        finally:
+            other.kill()
+    yield folder
+
+
+def untimed(row: Record) -> Record:
+    return {key: value for key, value in row.items() if key not in TIMED}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_runs_are_the_same_to_the_last_byte(name: str, saved: Path) -> None:
+    first, second = saved / "a" / name, saved / "b" / name
+    rows, again = (metrics(folder / "metrics.jsonl") for folder in (first, second))
+    assert len(rows) == 3 and {"loss", "grad_norm", "lr", "samples_digest"} <= rows[0].keys()
+    assert [untimed(row) for row in rows] == [untimed(row) for row in again]
+    assert main(["baseline", "make", str(first), "-o", str(saved / "b.json"), "--margin", "time=1000", "--margin", "memory=1"]) == 0
+    assert main(["gate", str(second), str(saved / "b.json"), "--mode", "exact"]) == 0
+
+    files = [{str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()} for folder in (first, second)]
+    assert files[0].keys() == files[1].keys()
+    told = {name for name in files[0] if "/" not in name} - {"latest_checkpointed_iteration.txt"}
+    assert told == {"metrics.jsonl", "metrics.ranks.jsonl", "run.yaml"}
+    odd = [name for name in files[0].keys() - told if files[0][name].read_bytes() != files[1][name].read_bytes()]
+    assert not odd
+    parts = {f"iter_000000{step}/{name}" for step in (2, 3) for name in (".metadata", "manifest.json", "__0_0.distcp")}
+    assert parts <= files[0].keys()
+    assert ("training.save_hf_interval=3" in CASES[name].overrides) == any(name.endswith(".safetensors") for name in files[0])
+
+
+def test_each_way_to_start_a_run_has_set_everything_when_the_device_is_first_used(trial: Trial, tmp_path: Path) -> None:
+    script = HERE.parent.parent / "pretrain_vlm.py"
+    flags = entry_flags(trial, tmp_path, {"--use-deter-comp": True, "--load": trial.hf})
+    commands = [
+        ["tangram", "train", str(trial.run_file), "training.deterministic=true"],
+        [str(script), *flags],
+        ["tangram", "train", str(trial.folder / "fsdp2.yaml"), "training.use_deter_comp=true", "training.train_iters=1"],
+    ]
+    (found,) = on_ranks(1, HERE / "cases_deterministic.py", "settings_when_the_device_is_first_used", commands)
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    assert found == [{**wanted, "FLASH_ATTENTION_DETERMINISTIC": "1", "algorithms": True}] * 3

@@ -1,4 +1,4 @@
-"""Launches of ``tests.trial``, one after another, from a server of this interpreter's own: ``python launches.py LIST.json``."""
+"""Launches of ``tests.trial``, one after another, under an interpreter of their own: ``python launches.py LIST.json``."""
 
 import json
 import sys
