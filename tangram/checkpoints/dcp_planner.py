@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from tangram.checkpoints.dcp_ranks import distributed, lost_contact
 from tangram.checkpoints.dcp_state import MASTER, MOMENTS, OPTIMIZERS, STEP, model_key, optimizer_key, split_key, step_entries
@@ -48,6 +48,11 @@ class StrictSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         return replace(super().create_local_plan(), planner_data=self.steps)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What is written, laid out by rows, so that a file does not tell a transposed view from a copy of it."""
+        data = super().resolve_data(write_item)
+        return data.contiguous() if isinstance(data, torch.Tensor) else data
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check all ranks' plans, then plan as DCP does.

@@ -97,7 +97,8 @@ def saved(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         for name, case in CASES.items()
     ]
     (folder / "second.json").write_text(json.dumps(second))
-    with subprocess.Popen([sys.executable, str(LAUNCHES), str(folder / "second.json")], env={**os.environ, "PYTHONHASHSEED": "7"}) as other:
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(HERE.parent.parent)}
+    with subprocess.Popen([sys.executable, str(LAUNCHES), str(folder / "second.json")], env=environment) as other:
         try:
             for name, case in CASES.items():
                 run(folder / name, command(trial, case, folder / "a" / name, False), case.ranks).succeeded()
@@ -112,13 +113,13 @@ def untimed(row: Record) -> Record:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_runs_are_the_same_to_the_last_byte(name: str, saved: Path) -> None:
+def test_two_runs_are_the_same_to_the_last_byte(name: str, saved: Path, tmp_path: Path) -> None:
     first, second = saved / "a" / name, saved / "b" / name
     rows, again = (metrics(folder / "metrics.jsonl") for folder in (first, second))
     assert len(rows) == 3 and {"loss", "grad_norm", "lr", "samples_digest"} <= rows[0].keys()
     assert [untimed(row) for row in rows] == [untimed(row) for row in again]
-    assert main(["baseline", "make", str(first), "-o", str(saved / "b.json"), "--margin", "time=1000", "--margin", "memory=1"]) == 0
-    assert main(["gate", str(second), str(saved / "b.json"), "--mode", "exact"]) == 0
+    assert main(["baseline", "make", str(first), "-o", str(tmp_path / "b.json"), "--margin", "time=1000", "--margin", "memory=1"]) == 0
+    assert main(["gate", str(second), str(tmp_path / "b.json"), "--mode", "exact"]) == 0
 
     files = [{str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()} for folder in (first, second)]
     assert files[0].keys() == files[1].keys()
