@@ -138,6 +138,8 @@ def _be_a_rank(command: Sequence[str], environment: Mapping[str, str], log: str)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(environment)
+    # As with torchrun: data workers are forked from this process, not from another server, which would import everything once more.
+    multiprocessing.set_start_method("fork", force=True)
     sys.argv = list(command)
     if command[0] == "tangram":
         from tangram.cli.main import main

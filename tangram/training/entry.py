@@ -39,8 +39,8 @@ from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.families.unknown import unknown_family
 from tangram.platform import current
+from tangram.platform.determinism import make_deterministic
 from tangram.training.context import Context, get_context, set_context
-from tangram.training.determinism import make_deterministic
 from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
@@ -49,6 +49,7 @@ from tangram.training.rank_records import RanksFile, ranks_path
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.run_facts import facts_of
 from tangram.training.schedule import LearningRate
+from tangram.training.seeds import seed_process
 from tangram.training.shared import from_first_rank, same_everywhere
 from tangram.training.speed import model_flops, peak_of
 from tangram.training.tracing import StepTracer
@@ -144,6 +145,7 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, callbacks: 
     batch = global_batch_size(run, copies)
     LOGGER.info("%s", engine.summary(batch))
     manager = _manager(engine, run, batch)
+    seed_process(training.seed, engine.data_parallel_rank)
     progress = put_weights(engine, manager)
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data

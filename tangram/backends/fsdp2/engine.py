@@ -90,6 +90,8 @@ class Fsdp2Engine:
             # It says that in-place operations on such an output lose gradients; the known classes have none.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self.optimizer = ShardedOptimizer(self.module, self.settings.training)
+        # Dropout: no two ranks hold the same activations.
+        torch.manual_seed(run.training.seed + 1_000_000 * dist.get_rank())
         self._loss: float | None = None
 
     def random_weights(self, seed: int) -> None:
