@@ -22,8 +22,8 @@ from tangram.families.tiny import TinySpec
 pytestmark = pytest.mark.usefixtures("forked")
 CROOKED = Path(__file__).parent.parent / "data" / "plugins" / "crooked_vl"
 LAYER = "model.language_model.layers"
-ROWS: tuple[SyntheticRow, ...] = ((((1, 8, 12),), 5, 4), (((1, 4, 4), (1, 6, 10)), 7, 3), ((), 9, 6), (((STEPS, 4, 10),), 4, 5))
-"""A picture beside two of other sizes; text alone beside a video."""
+ROWS: tuple[SyntheticRow, ...] = ((((1, 8, 12),), 5, 4), (((1, 4, 4), (1, 6, 10)), 7, 3), ((), 9, 6), (((STEPS, 4, 10),), 4, 5), (((1, 4, 4),), 3, 2))
+"""A picture beside two of other sizes; text alone beside a video; a picture. By twos they make three micro-batches, to which copies add one."""
 
 TENSOR = Split(tensor=2, sequence_parallel=True)
 VIRTUAL = Split(pipeline=2, virtual=2, vit_pp_layers=[[1, 1], [0, 0]], llm_pp_layers=[[0, 0], [1, 1]])
