@@ -63,7 +63,7 @@ class Trace:
                     content = json.loads(line)
                     self._lines[content["name"], content["what"]].append((rank, content))
         self._open: dict[Path, Any] = {}
-        self._known: dict[tuple[tuple[int, int, str], ...], tuple[Tensor, list[Tensor]]] = {}
+        self._known: dict[tuple[tuple[int, int, str], ...], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._media = {(data, number): torch.tensor(keys, dtype=torch.int64) for facts in self.facts for data, number, keys in facts.media}
 
     @property
