@@ -17,6 +17,9 @@ from tangram.errors import DataError
 from tangram.platform import current
 from tangram.training.rank_records import MIB, WORD, RankRecord, digest, from_words, to_words
 
+CONTENTS = 2**20 - 3
+"""A prime: numbers of contents are those modulo it."""
+
 
 @dataclass
 class Totals:
@@ -46,6 +49,8 @@ class Share(NamedTuple):
     named: int
     """Whether its samples have ids."""
     digest: int
+    content: int
+    """Of token ids and labels."""
     peak_memory: int
     """Bytes."""
     group: int
@@ -87,12 +92,21 @@ class Share(NamedTuple):
             data_rank,
             int(named),
             digest(real) if named else 0,
+            sum(map(_content, micro_batches)) % CONTENTS,
             peak_memory,
             norms.group if norms is not None else 0,
             *to_words(forward.own_loss if forward is not None else None),
             *to_words(norms.own if norms is not None else None),
             *to_words(norms.shared if norms is not None else None),
         )
+
+
+def _content(batch: Batch) -> int:
+    """A number of token ids and labels and their places, small enough to be added up."""
+    total = 0
+    for values in (batch[name].flatten().long() for name in ("input_ids", "labels") if name in batch):
+        total += int(((values % CONTENTS) * (1 + torch.arange(len(values), device=values.device) % CONTENTS)).sum())
+    return total % CONTENTS
 
 
 def gather(mine: Share) -> list[Share]:
@@ -117,7 +131,7 @@ def totals_of(shares: Sequence[Share], copies: int, step: int) -> Totals:
         copies: ranks of one copy.
 
     Raises:
-        DataError: ranks of one copy were given different samples; on every rank.
+        DataError: ranks of one copy were given different samples, or other tokens in them; on every rank.
     """
     tokens, padded, samples, skipped, kiloflops = (
         sum(getattr(share, name) for share in shares) // copies for name in ("tokens", "padded_tokens", "samples", "skipped_samples", "kiloflops")
@@ -126,17 +140,25 @@ def totals_of(shares: Sequence[Share], copies: int, step: int) -> Totals:
 
 
 def _digest(shares: Sequence[Share], step: int) -> str | None:
+    _compare(shares, "content", f"step {step}", "tokens; give every node the same files")
     if not all(share.named for share in shares):
         return None
+    found = _compare(shares, "digest", f"step {step}", "samples; let data depend on data_rank alone")
+    return f"{sum(found.values()) % WORD:016x}"
+
+
+def _compare(shares: Sequence[Share], name: str, where: str, what: str) -> dict[int, int]:
+    """What each data-parallel rank's copies of the model have alike.
+
+    Raises:
+        DataError: they have not.
+    """
     found: dict[int, tuple[int, int]] = {}
     for rank, share in enumerate(shares):
-        first, value = found.setdefault(share.data_rank, (rank, share.digest))
-        if value != share.digest:
-            raise DataError(
-                f"step {step}: ranks {first} and {rank} are of one copy of the model and were given different samples; "
-                "let data depend on data_rank alone"
-            )
-    return f"{sum(value for _, value in found.values()) % WORD:016x}"
+        first, value = found.setdefault(share.data_rank, (rank, getattr(share, name)))
+        if value != getattr(share, name):
+            raise DataError(f"{where}: ranks {first} and {rank} are of one copy of the model and were given different {what}")
+    return {data_rank: value for data_rank, (_, value) in found.items()}
 
 
 def rank_record(shares: Sequence[Share], step: int) -> RankRecord:

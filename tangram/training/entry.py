@@ -30,6 +30,7 @@ from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
+from tangram.data.content import outline
 from tangram.data.epochs import steps_of_epochs
 from tangram.data.loader import StepLoader
 from tangram.data.own import own_datasets, own_loader
@@ -302,6 +303,8 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
     family = _family(context.run)
 
     def loader(split: str, consumed: int) -> Steps:
+        # Ranks that read other samples would wait for tensors that never come, or train on them unseen.
+        same_everywhere(f"files of the {split} data", outline(context.run.data.dataset_param, split))
         place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
         steps = _alike(build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank), split)
         return Preloaded(steps) if context.run.data.dataloader_param.enable_preload and split == "train" else steps
