@@ -63,8 +63,20 @@ class MegatronTrace:
         scale = self.engine.loss_scale * max(result.weight, 1)
         self.facts.gradient_scale = 1 / scale
         self.facts.skipped = {**skipped, **self.facts.skipped}
+        self.facts.frozen = sorted(_frozen(self.engine))
         write_parameters(self.writer, self.engine, self.chosen)
         self.writer.close(self.facts)
+
+
+def _frozen(engine: MegatronEngine) -> set[str]:
+    """Canonical names of this rank's parameters that are not trained, and have no gradient, not even zeros."""
+    return {
+        source.name
+        for chunk in engine.chunks
+        for name, tensor in chunk.placement.tensors.items()
+        for source in tensor.sources
+        if not (chunk.parameters[name].requires_grad or getattr(chunk.parameters[name], "idle", False))
+    }
 
 
 def _roots(engine: MegatronEngine) -> list[Any]:
