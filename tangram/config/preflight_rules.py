@@ -16,6 +16,7 @@ from tangram.config.context import check_context
 from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.offload import check_offload
+from tangram.config.patterns import Pattern
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
@@ -298,7 +299,12 @@ def tools(subject: Subject) -> str:
             raise ConfigError(f"tools.{name}.enable needs the package {name}: pip install {name}; or set it to false")
     if chosen.tensorboard.enable and chosen.tensorboard.log_dir is None and training.save is None:
         raise ConfigError("tools.tensorboard.enable needs log_dir, or training.save, the folder of checkpoints; give one")
-    recorders = {"profiler": chosen.profile.enable, "memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
+    if chosen.trace.step is not None and chosen.trace.step > training.train_iters:
+        raise ConfigError(f"tools.trace.step {chosen.trace.step} lies after the last iteration, train_iters {training.train_iters}; choose another")
+    for pattern in chosen.trace.only:
+        Pattern(pattern)
+    recorders = {"trace": chosen.trace.step is not None, "profiler": chosen.profile.enable}
+    recorders |= {"memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
     on = [name for name, enabled in (recorders | writers).items() if enabled]
     return ", ".join(on) or "nothing is switched on"
 

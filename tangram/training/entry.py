@@ -50,6 +50,7 @@ from tangram.training.run_facts import facts_of
 from tangram.training.schedule import LearningRate
 from tangram.training.shared import from_first_rank, same_everywhere
 from tangram.training.speed import model_flops, peak_of
+from tangram.training.tracing import StepTracer
 from tangram.training.weights import put_weights
 from tangram.training.writers import open_writers
 
@@ -202,6 +203,7 @@ def _loop(
             outputs=reporter.outputs if reporter else Outputs(),
             progress=progress,
             profiler=profiler,
+            tracer=StepTracer(engine, run.tools.trace) if run.tools.trace.step is not None else None,
             after_first_step=(lambda step: _report_memory(rank, step)) if engine.data_parallel_rank == 0 else None,
             background=manager,
             export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,

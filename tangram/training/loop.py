@@ -25,6 +25,7 @@ from tangram.training.rank_records import RankRecord, RanksFile, is_kept
 from tangram.training.records import MetricsFile, StepRecord, log_line
 from tangram.training.schedule import LearningRate
 from tangram.training.signals import StopRequest
+from tangram.training.tracing import StepTracer
 from tangram.training.writers import Writer
 
 Steps = Iterable[Sequence[Batch]]
@@ -117,6 +118,7 @@ class Loop:
     outputs: Outputs = field(default_factory=Outputs)
     progress: Progress = field(default_factory=Progress)
     profiler: StepProfiler | None = None
+    tracer: StepTracer | None = None
     after_first_step: Callable[[int], object] | None = None
     background: SavesInBackground | None = None
     export: Save | None = None
@@ -190,7 +192,10 @@ class Loop:
             )
         if self.skips_samples:
             self._compare_skips(micro_batches)
-        forward = self.engine.forward_backward(micro_batches)
+        if self.tracer is None:
+            forward = self.engine.forward_backward(micro_batches)
+        else:
+            forward = self.tracer.forward_backward(self.progress.step + 1, micro_batches)
         if forward.tokens == 0:
             self._refuse_empty(micro_batches)
         scale = self.engine.loss_scale
