@@ -58,7 +58,7 @@ def fsdp2_of(trial: Trial) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs, in two launches; ``run0`` and its repeats, and by name those with other splits and faults."""
-    trial = write_trial(tmp_path_factory.mktemp("trial"), layers=2, train_iters=4, global_batch_size=4, micro_batch_size=1)
+    trial = write_trial(tmp_path_factory.mktemp("trial"), layers=2, train_iters=3, global_batch_size=4, micro_batch_size=1)
     folder = trial.folder
 
     def entry(name: str, *options: str, file: Path = trial.run_file, **fault: Any) -> dict[str, Any]:
