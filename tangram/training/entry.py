@@ -25,7 +25,7 @@ from tangram.config.fsdp2_run import training_of
 from tangram.config.fsdp2_sizes import sizes
 from tangram.config.hf_compare import description
 from tangram.config.preflight import check_run
-from tangram.config.run import RunConfig
+from tangram.config.run import RunConfig, TrainingConfig
 from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
@@ -212,6 +212,7 @@ def _loop(
             export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,
             flops=model_flops(run),
             peak_tflops=peak_of(run),
+            compares_copies=_metrics_path(training) is not None and dist.get_world_size() > 1,
             skips_samples=run.data.dataset_param.basic_parameters.bad_samples == "skip",
         )
         try:
@@ -247,12 +248,18 @@ def _counts(progress: Progress) -> dict[str, int]:
     return {"skipped": progress.skipped, "skipped_samples": progress.skipped_samples}
 
 
+def _metrics_path(training: TrainingConfig) -> Path | None:
+    if training.metrics_file:
+        return Path(training.metrics_file)
+    return Path(training.save, "metrics.jsonl") if training.save else None
+
+
 class _Reporter:
     """Log lines, metrics.jsonl, writers and, on a terminal, a progress bar."""
 
     def __init__(self, run: RunConfig, resumed_step: int, facts: dict[str, Any]) -> None:
         training = run.training
-        path = training.metrics_file or (str(Path(training.save, "metrics.jsonl")) if training.save else None)
+        path = _metrics_path(training)
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: ProgressBar | None = None
         if self._console.is_terminal:
@@ -261,8 +268,8 @@ class _Reporter:
             self._bar = ProgressBar(*columns, console=self._console)
             self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
             self._bar.start()
-        metrics = MetricsFile(Path(path), resumed_step) if path else None
-        ranks = RanksFile(ranks_path(Path(path)), facts, dump(run), resumed_step) if path else None
+        metrics = MetricsFile(path, resumed_step) if path is not None else None
+        ranks = RanksFile(ranks_path(path), facts, dump(run), resumed_step) if path is not None else None
         writers = open_writers(run, resumed_step)
         self.outputs = Outputs(lines=self._print, metrics=metrics, ranks=ranks, advance=self._advance if self._bar else None, writers=writers)
 
