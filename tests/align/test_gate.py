@@ -14,6 +14,7 @@ import pytest
 from tangram.align.gate.baseline import make_baseline, read_baseline, write_baseline
 from tangram.align.gate.compare import CHECKS, hold_against
 from tangram.align.gate.read_run import read_run
+from tangram.align.gate.render import render
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Finding, Verdict
 from tangram.cli.main import main
@@ -157,6 +158,13 @@ def test_margins_are_set_per_metric_and_may_be_of_one_side(tmp_path: Path, basel
     # The options of the baseline hold where the gate has none.
     file = make(numbers().write(tmp_path / "base"), tmp_path / "own.json", Settings().changed("digits 2", ["time=+0.05"], 3))
     assert read_baseline(file).settings == Settings().changed("digits 2", ["time=+0.05"], 3) and gate(run, file).passed
+
+
+def test_a_deviation_past_a_tight_margin_is_not_told_as_zero(tmp_path: Path, baseline: Path) -> None:
+    for share, told in ((1 + 3e-6, "(+0.0003%)"), (1 - 1.2e-5, "(-0.0012%)")):
+        run = numbers().at_step(3, loss=share * numbers().records[2].loss).write(tmp_path / told)
+        verdict = gate(run, baseline, {"margins": ["loss=1e-6"]})
+        assert told in failed(verdict)["loss"] and told[2:-1] in render(verdict)
 
 
 def test_digits_count_from_the_first_significant_one(tmp_path: Path) -> None:

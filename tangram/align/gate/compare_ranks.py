@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from tangram.align.gate.numbers import Tolerance, shown
+from tangram.align.gate.numbers import Tolerance, by_percent, shown
 from tangram.align.gate.recorded import RankStep, Recorded, is_finite
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Finding
@@ -52,7 +52,7 @@ def compare_ranks(base: Recorded, run: Recorded, settings: Settings) -> Finding:
                     assert a is not None and b is not None
                     worst = max(worst, abs(b - a) / abs(a) if a else abs(b))
     found = "" if not faults else faults[0] + (f"; and {len(faults) - 1} more" if len(faults) > 1 else "")
-    return Finding("ranks", not faults, *sizes, f"{worst:.2%}", allowed, found)
+    return Finding("ranks", not faults, *sizes, by_percent(worst), allowed, found)
 
 
 def _first(run: Recorded) -> RankStep:
@@ -118,7 +118,7 @@ def compare_replicas(run: Recorded) -> Finding:
     if not groups:
         return Finding("replicas", None, found="no two ranks hold copies of the same parameters, or the run does not say")
     found_all = "" if not faults else faults[0] + (f"; and {len(faults) - 1} more" if len(faults) > 1 else "")
-    return Finding("replicas", not faults, "", f"groups of {groups}", f"{worst:.2%}", f"{REPLICA_LIMIT:.1%}", found_all)
+    return Finding("replicas", not faults, "", f"groups of {groups}", by_percent(worst), f"{REPLICA_LIMIT:.1%}", found_all)
 
 
 def _replicas(ranks: RankStep) -> list[Replicas]:

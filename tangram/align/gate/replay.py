@@ -41,15 +41,18 @@ class Replay:
         return self.folder / RUN_FILE
 
 
-def prepare(baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
+def prepare(baseline: Baseline, wishes: Wishes, folder: Path, base: Path | None = None) -> Replay:
     """Write the run file of the replay.
+
+    Args:
+        base: folder that relative paths of the baseline and of the wishes start from; None: the working directory.
 
     Raises:
         ConfigError: the baseline does not hold the run, it was not run from its run file alone, or the wishes do not fit it.
     """
     content = _content(baseline)
     try:
-        return _prepare(content, baseline, wishes, folder)
+        return _prepare(content, baseline, wishes, folder, base)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -57,7 +60,7 @@ def prepare(baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
         raise ConfigError(f"the baseline: damaged: in its run file or facts {what}; make the baseline again") from None
 
 
-def _prepare(content: dict[str, Any], baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
+def _prepare(content: dict[str, Any], baseline: Baseline, wishes: Wishes, folder: Path, base: Path | None) -> Replay:
     facts = baseline.recorded.facts[0]
     backend = wishes.backend or content["backend"]
     copies, baseline_backend = wishes.data or facts["split"]["data_parallel"], content["backend"]
@@ -79,8 +82,8 @@ def _prepare(content: dict[str, Any], baseline: Baseline, wishes: Wishes, folder
             split_fsdp2(content, wishes, copies, accumulation)
         else:
             content["training"] |= {"global_batch_size": facts["global_batch_size"], "gradient_accumulation_steps": 1}
-            split_megatron(content, wishes, copies, accumulation, lambda: _written(content, path, wishes.settings).assembled_model())
-        run = _written(content, path, wishes.settings)
+            split_megatron(content, wishes, copies, accumulation, lambda: _written(content, path, wishes.settings, base).assembled_model())
+        run = _written(content, path, wishes.settings, base)
         processes = _ranks_of_a_copy(run) * copies
     except Exception:
         path.unlink(missing_ok=True)
@@ -91,10 +94,10 @@ def _prepare(content: dict[str, Any], baseline: Baseline, wishes: Wishes, folder
     return Replay(folder, processes, accumulation, changes if backend == baseline_backend else ())
 
 
-def _written(content: dict[str, Any], path: Path, settings: Sequence[str]) -> RunConfig:
+def _written(content: dict[str, Any], path: Path, settings: Sequence[str], base: Path | None) -> RunConfig:
     """The run of a run file as it stands."""
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=150), encoding="utf-8")
-    return read_run(path, settings)
+    return read_run(path, settings, base or Path.cwd())
 
 
 def _content(baseline: Baseline) -> dict[str, Any]:
