@@ -158,6 +158,8 @@ def _take_place(environment: Mapping[str, str], log: str) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(environment)
+    # As with torchrun: data workers are forked from this process, not from another server, which would import everything once more.
+    multiprocessing.set_start_method("fork", force=True)
 
 
 @dataclass

@@ -99,7 +99,7 @@ def _assemble_one(name: str, pieces: list[Piece], files: Mapping[Path, Any]) -> 
         region = tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))
         seen = filled[region].clone()
         if seen.any():
-            disagreement = max(disagreement, _difference(value[seen], full[region][seen]))
+            disagreement = max(disagreement, difference(value[seen], full[region][seen]))
             value = torch.where(seen, full[region], value)
         full[region], filled[region] = value, True
     if (counts == 0).any():
@@ -108,7 +108,7 @@ def _assemble_one(name: str, pieces: list[Piece], files: Mapping[Path, Any]) -> 
     return Assembled(name, full, disagreement)
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """As ``tangram.align.compare.relative_error``; NaN beside a number counts as infinite, NaN beside NaN as equal."""
     if torch.equal(a, b):
         return 0.0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from tangram.align.batch import blank_like
 from tangram.align.pack import by_rows
-from tangram.align.task import Task
+from tangram.align.task import Task, TraceTo
+from tangram.align.trace.on_hf import Fsdp2Trace
+from tangram.align.trace.seen import Chosen
+from tangram.align.trace.store import TraceWriter
 from tangram.backends.engine import Batch, CanonicalTensor
 from tangram.backends.fsdp2.engine import Fsdp2Engine
 from tangram.backends.fsdp2.placement import canonical_name
@@ -21,7 +25,7 @@ class OnFsdp2:
     """Implements ``tangram.align.worker.Runner``."""
 
     def __init__(self, task: Task, run: RunConfig) -> None:
-        self.engine, self._model = Fsdp2Engine(run), run.model.config
+        self.engine, self._model, self.split = Fsdp2Engine(run), run.model.config, task.split
         _without_dropout(self.engine.module)
 
     def load_split(self, directory: str) -> None:
@@ -36,6 +40,9 @@ class OnFsdp2:
         for batch, logits in zip(mine, self.engine.logits(mine), strict=True):
             for row, whole in by_rows(batch, logits.float().cpu(), shape[1]):
                 yield CanonicalTensor("logits", (row, 0, 0), (*shape, whole.shape[-1]), whole)
+
+    def trace(self, to: TraceTo, rank: int) -> Fsdp2Trace:
+        return Fsdp2Trace(self.engine, TraceWriter(Path(to.folder), rank), str(self.split), Chosen(to.only))
 
     def frozen(self) -> list[str]:
         return sorted(canonical_name(name, self._model) for name, parameter in self.engine.parameters.items() if not parameter.requires_grad)

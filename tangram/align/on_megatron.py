@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch.distributed as dist
 
 from tangram.align.batch import blank_like
 from tangram.align.pack import by_rows
-from tangram.align.task import Split, Task
+from tangram.align.task import Split, Task, TraceTo
+from tangram.align.trace.on_megatron import MegatronTrace
+from tangram.align.trace.seen import Chosen
+from tangram.align.trace.store import TraceWriter
 from tangram.backends.dtypes import DTYPES
 from tangram.backends.engine import Batch, CanonicalTensor
 from tangram.backends.megatron.engine import MegatronEngine
@@ -58,6 +62,9 @@ class OnMegatron:
             if real > 0:
                 for row, whole in by_rows(batch, logits[..., :real], shape[1]):
                     yield CanonicalTensor("logits", (row, 0, start), (*shape, self.vocabulary), whole)
+
+    def trace(self, to: TraceTo, rank: int) -> MegatronTrace:
+        return MegatronTrace(self.engine, TraceWriter(Path(to.folder), rank), f"megatron, {self.split}", Chosen(to.only))
 
     def frozen(self) -> list[str]:
         own = {

@@ -22,7 +22,9 @@ from tangram.align.observation import Observation, write_observation
 from tangram.align.reference import load_reference, observe
 from tangram.align.sharded import Sharded, read_run_file, write_run_file
 from tangram.align.standin import runnable_directory
-from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, gradient_file, logits_file
+from tangram.align.task import RESULT_FILE, Curve, Dtype, Split, Task, TraceTo, gradient_file, logits_file
+from tangram.align.trace.seen import Chosen
+from tangram.align.trace.store import TraceWriter
 from tangram.checkpoints.expert_stacks import turned_stacks
 from tangram.checkpoints.hf_directory import HFDirectory
 from tangram.checkpoints.reader import TensorInfo
@@ -123,6 +125,8 @@ def align(
     plugins: Sequence[str] = (),
     checkpoint: Path | Sequence[Path] | None = None,
     pack: bool = False,
+    trace_to: Path | None = None,
+    trace_only: Sequence[str] = (),
 ) -> list[Outcome]:
     """Compare the split model with Hugging Face's on one batch.
 
@@ -139,6 +143,8 @@ def align(
             the same model is then what is shown. One for all splits, or one for each.
         pack: run all rows once more, packed into one as training packs samples. Each then counts twice, in loss and gradients alike, so that
             both stay those of the reference, which sees each row alone; logits of the packed row are compared sample by sample.
+        trace_to: folder for traces (``tangram.align.trace``): ``reference``, and ``split``, or ``split_0``, ``split_1``, ... of several splits.
+        trace_only: patterns of the modules in them; none: all.
 
     Raises:
         TangramError: the directory, split, or batch cannot be used, or a process failed.
@@ -155,8 +161,14 @@ def align(
             for number, (split, own) in enumerate(zip(splits, weights, strict=True))
         ]
         check_run_files(tasks)
+        if trace_to is not None:
+            tasks = with_traces(tasks, trace_to, trace_only)
         with running(tasks, work) as process:
-            expected = observe(load_reference(subject.directory, TORCH_DTYPES[dtype]), batch)
+            reference = load_reference(subject.directory, TORCH_DTYPES[dtype])
+            if trace_to is None:
+                expected = observe(reference, batch)
+            else:
+                expected = observe_traced(reference, batch, subject, trace_to / "reference", trace_only)
             finish(process, tasks, work)
         expected = canonical(expected, subject)
         outcomes = []
@@ -174,6 +186,35 @@ def align(
                 write_batch(batch, dump)
                 write_observation(actual, dump)
         return outcomes
+
+
+def with_traces(tasks: Sequence[Task], folder: Path, only: Sequence[str]) -> list[Task]:
+    """The tasks, each with a trace in a folder of its own."""
+    names = ["split"] if len(tasks) == 1 else [f"split_{number}" for number in range(len(tasks))]
+    return [
+        task.model_copy(update={"trace": TraceTo(folder=str((folder / name).resolve()), only=list(only))})
+        for task, name in zip(tasks, names, strict=True)
+    ]
+
+
+def observe_traced(
+    reference: torch.nn.Module, batch: Mapping[str, torch.Tensor], subject: Subject, folder: Path, only: Sequence[str]
+) -> Observation:
+    """``observe``, and a trace of it.
+
+    Raises:
+        ConfigError: a pattern of ``only`` names no module.
+    """
+    from tangram.align.trace.on_hf import ReferenceTrace
+
+    chosen = Chosen(only)
+    traced = ReferenceTrace(reference, subject.model, subject.family.canonical_name, TraceWriter(folder, 0), "transformers", chosen, "fp32")
+    chosen.check(traced.modules.names, "--trace-only")
+    traced.begin(batch)
+    expected = observe(reference, batch)
+    weights = replace(expected, gradients={name: parameter.detach() for name, parameter in reference.named_parameters()})
+    traced.finish(canonical(weights, subject).gradients, canonical(expected, subject).gradients)
+    return expected
 
 
 def check_split(subject: Subject, split: Split | Sharded) -> None:

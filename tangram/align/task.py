@@ -143,6 +143,14 @@ class Curve(Section):
     clip_grad: float = Field(default=1.0, ge=0)
 
 
+class TraceTo(Section):
+    """Where a trace goes, and which modules are in it."""
+
+    folder: str
+    only: list[str] = []
+    """Patterns of names; none: all."""
+
+
 class Task(Section):
     """One run of the split model on one batch."""
 
@@ -163,6 +171,8 @@ class Task(Section):
     pack: bool = False
     """Run all rows once more, packed into one."""
     curve: Curve | None = None
+    trace: TraceTo | None = None
+    """Record what modules compute."""
     out: str
     """Folder for what the ranks find."""
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tangram.align.assemble import write_pieces
 from tangram.align.batch import micro_batches, read_batch
 from tangram.align.pack import pack_rows
-from tangram.align.task import RESULT_FILE, Task, TaskList, fault_file, gradient_file, logits_file
+from tangram.align.task import RESULT_FILE, Task, TaskList, TraceTo, fault_file, gradient_file, logits_file
+from tangram.align.trace.run_trace import RunTrace
 from tangram.backends.engine import Batch, CanonicalTensor, RunnableEngine
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.hf_directory import HFDirectory
@@ -51,6 +52,9 @@ class Runner(Protocol):
 
     def logits(self, mine: Sequence[Batch], shape: tuple[int, int]) -> Iterator[CanonicalTensor]:
         """Logits as rectangles of ``[*shape, V]``, without padding of the vocabulary; zeros past a micro-batch's length."""
+
+    def trace(self, to: TraceTo, rank: int) -> RunTrace:
+        """A recorder of the next ``forward_backward``."""
 
     def frozen(self) -> list[str]:
         """Canonical names of parameters that are not trained, on any rank. Every rank must call it."""
@@ -137,7 +141,12 @@ def _observe(runner: Runner, mine: list[dict[str, Any]], batch: dict[str, torch.
     write_pieces(runner.logits(mine, (2 * rows if task.pack else rows, columns)), logits_file(task.folder, rank))
     if task.dtype == "fp16":
         _settle_loss_scale(engine, mine)
+    trace = runner.trace(task.trace, rank) if task.trace is not None else None
+    if trace is not None:
+        trace.begin(mine)
     result = engine.forward_backward(mine)
+    if trace is not None:
+        trace.finish(result)
     write_pieces(engine.canonical_gradients(), gradient_file(task.folder, rank))
     frozen = runner.frozen()
     if rank == 0:

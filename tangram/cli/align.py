@@ -9,6 +9,8 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tangram.cli.align_trace import EPILOG as TRACE_EPILOG
+from tangram.cli.align_trace import add_options, check_options, compare, trace_folder, traces
 from tangram.cli.parser import Parser
 from tangram.errors import ConfigError
 
@@ -30,6 +32,7 @@ examples:
 On the fsdp2 backend the settings are keys of the run file; blocks, merger and layers are sharded where they do not say otherwise
 (parallel.fsdp_plan.apply_modules). --tp, --sp, --cp, --pp, --vpp, --dp, --ep, --balance and the layer lists are megatron's.
 
+{trace}
 The exit status is 0 if everything lies within the tolerance, else 1.
 """
 MEGATRON_OPTIONS = (
@@ -41,8 +44,8 @@ MEGATRON_OPTIONS = (
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to the parser of ``tangram``."""
     text = "run one batch through transformers and through the split model; compare loss, logits and every gradient"
-    parser = subparsers.add_parser("align", help=text, description=text, epilog=EPILOG)
-    parser.add_argument("--hf", metavar="DIR", type=Path, required=True, help="Hugging Face model directory")
+    parser = subparsers.add_parser("align", help=text, description=text, epilog=EPILOG.replace("{trace}", TRACE_EPILOG))
+    parser.add_argument("--hf", metavar="DIR", type=Path, help="Hugging Face model directory; needed, but to compare two traces")
     checkpoint = "training checkpoint, or mp_rank directory of this split, whose weights the split model takes; proves that --hf is the same model"
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help=checkpoint)
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="fsdp2: keys of the run file, the value as YAML")
@@ -76,10 +79,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--steps", type=int, default=None, metavar="N", help="train N steps on the batch and compare the losses instead")
     parser.add_argument("--lr", type=float, default=1e-4, metavar="X", help="learning rate of --steps (1e-4)")
     parser.add_argument("--plugin", action="append", default=[], metavar="PATH", help="Python file or folder to import first; may be repeated")
+    add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write what is asked for."""
+    _check_tolerance(args)
+    if (two := traces(args)) is not None:
+        return compare(*two, args.tolerance, args.json)
+    if args.hf is None:
+        raise ConfigError("--hf DIR is missing: the model that is to be run; or give two traces, --trace A B")
+    check_options(args)
     split = read_sharded(args) if args.backend == "fsdp2" else read_split(args)
     for name in ("micro_batch_size", "steps"):
         value = getattr(args, name)
@@ -87,8 +97,6 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if args.rows < 0:
         raise ConfigError(f"--rows {args.rows} must be at least 0")
-    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
-        raise ConfigError(f"--tolerance {args.tolerance} must be a number from 0 up")
     if not 0 < args.lr < math.inf:
         raise ConfigError(f"--lr {args.lr} must be a number above 0")
     if args.steps is None:
@@ -98,27 +106,40 @@ def run(args: argparse.Namespace) -> int:
     return _compare_curves(args, split)
 
 
+def _check_tolerance(args: argparse.Namespace) -> None:
+    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
+        raise ConfigError(f"--tolerance {args.tolerance} must be a number from 0 up")
+
+
 def _compare_batch(args: argparse.Namespace, split: Split | Sharded) -> int:
     from tangram.align.render import render
     from tangram.align.run import align
 
-    (outcome,) = align(
-        args.hf,
-        [split],
-        dtype=args.dtype,
-        batch_file=args.batch,
-        micro_batch_size=args.micro_batch_size,
-        dump=args.dump,
-        tolerance=args.tolerance,
-        plugins=args.plugin,
-        checkpoint=args.checkpoint,
-        pack=args.pack,
-    )
-    for note in outcome.notes:
-        print(note)
-    print(render(outcome.report, f"{args.hf}, {split}, {args.dtype}, against transformers in fp32", limit=args.rows))
-    _write_json(args.json, outcome.as_dict())
-    return 0 if outcome.report.passed else 1
+    with trace_folder(args) as folder:
+        (outcome,) = align(
+            args.hf,
+            [split],
+            dtype=args.dtype,
+            batch_file=args.batch,
+            micro_batch_size=args.micro_batch_size,
+            dump=args.dump,
+            tolerance=args.tolerance,
+            plugins=args.plugin,
+            checkpoint=args.checkpoint,
+            pack=args.pack,
+            trace_to=folder,
+            trace_only=args.trace_only,
+        )
+        for note in outcome.notes:
+            print(note)
+        print(render(outcome.report, f"{args.hf}, {split}, {args.dtype}, against transformers in fp32", limit=args.rows))
+        if args.trace is None:
+            _write_json(args.json, outcome.as_dict())
+            return 0 if outcome.report.passed else 1
+        assert folder is not None
+        print()
+        status = compare(folder / "reference", folder / "split", args.tolerance, args.json)
+        return status if outcome.report.passed else 1
 
 
 def _compare_curves(args: argparse.Namespace, split: Split | Sharded) -> int:

@@ -16,10 +16,13 @@ from tangram.config.context import check_context
 from tangram.config.experts import runs_grouped
 from tangram.config.model import ExpertKeys, ModelConfig, TextDecoderConfig, VisionEncoderConfig
 from tangram.config.offload import check_offload
+from tangram.config.patterns import Pattern
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
 from tangram.placement.topology import Topology
+from tangram.platform import current
+from tangram.platform.determinism import check_environment
 
 
 @dataclass(frozen=True)
@@ -188,9 +191,19 @@ def experts(subject: Subject) -> str:
     text = subject.text
     if not isinstance(text, ExpertKeys):
         return "none"
-    how = "in one product" if runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[subject.run.training.dtype]) else "one after the other"
+    training = subject.run.training
+    grouped = runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[training.dtype], deterministic=training.deterministic)
+    how = "in one product" if grouped else "one after the other"
     share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
     return f"{text.moe_router_topk} of {text.num_moe_experts} for a token, {how}{share if subject.expert > 1 else ''}"
+
+
+def determinism(subject: Subject) -> str:
+    """Raises ConfigError where the environment contradicts."""
+    if not subject.run.training.deterministic:
+        return "off"
+    check_environment(current().name)
+    return "on"
 
 
 def batch(subject: Subject) -> str:
@@ -298,7 +311,12 @@ def tools(subject: Subject) -> str:
             raise ConfigError(f"tools.{name}.enable needs the package {name}: pip install {name}; or set it to false")
     if chosen.tensorboard.enable and chosen.tensorboard.log_dir is None and training.save is None:
         raise ConfigError("tools.tensorboard.enable needs log_dir, or training.save, the folder of checkpoints; give one")
-    recorders = {"profiler": chosen.profile.enable, "memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
+    if chosen.trace.step is not None and chosen.trace.step > training.train_iters:
+        raise ConfigError(f"tools.trace.step {chosen.trace.step} lies after the last iteration, train_iters {training.train_iters}; choose another")
+    for pattern in chosen.trace.only:
+        Pattern(pattern)
+    recorders = {"trace": chosen.trace.step is not None, "profiler": chosen.profile.enable}
+    recorders |= {"memory": chosen.memory_profile.enable or chosen.memory_profile.mem_info}
     on = [name for name, enabled in (recorders | writers).items() if enabled]
     return ", ".join(on) or "nothing is switched on"
 
@@ -318,6 +336,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("sequence length", sequence),
     ("schedule", schedule),
     ("freezing", freezing),
+    ("deterministic mode", determinism),
     ("evaluation", evaluation),
     ("tools", tools),
 )

@@ -84,6 +84,17 @@ class MemoryProfile(StepRange):
     """Log the peak memory of every iteration on every rank: of the allocator on CUDA, of the process on CPU."""
 
 
+class StepTrace(ToolSection):
+    """What modules compute in one iteration, to be held against another run's by ``tangram align --trace``."""
+
+    step: int | None = Field(default=None, ge=1)
+    """Iteration that is recorded; None: none is."""
+    save_path: LocalPath = "./trace"
+    """Folder of the trace."""
+    only: list[str] = []
+    """Patterns of the modules that are recorded; none: all."""
+
+
 class TensorboardConfig(ToolSection):
     """Event files for TensorBoard; needs its package."""
 
@@ -115,6 +126,7 @@ class ToolsConfig(ToolSection):
 
     profile: Profile = Profile()
     memory_profile: MemoryProfile = MemoryProfile()
+    trace: StepTrace = StepTrace()
     tensorboard: TensorboardConfig = TensorboardConfig()
     wandb: WandbConfig = WandbConfig()
     peak_tflops: float | None = Field(default=None, gt=0)

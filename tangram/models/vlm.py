@@ -99,6 +99,8 @@ class VLMModel(MegatronModule):
         self.input_tensor: Tensor | None = None
         self.trained_before = True
         self.image_encoder: ImageEncoder | None = None
+        self.media_share: MediaShare | BalancedMedia | None = None
+        """What the image encoder runs on in this micro-batch, for those who watch it."""
         self.text_decoder: Any = None
         if chunk.has_vision:
             assert model.image_encoder is not None
@@ -243,6 +245,7 @@ class VLMModel(MegatronModule):
             assert pixels or not grids, f"grids of {len(grids)} images and videos without their pixels"
             hidden = share.own_pixels(pixels, self.config.params_dtype, device)
         assert hidden is not None
+        self.media_share = share
         hidden, features = self.image_encoder(hidden, share.own_grids)
         return share.collect(hidden) if self.chunk.vision_last else hidden, [share.collect(rows) for rows in features]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tangram.align.gate.baseline import make_baseline, read_baseline, write_baseline
 from tangram.align.gate.read_run import read_run
-from tangram.align.gate.replay import Wishes, prepare
+from tangram.align.gate.replay import prepare
+from tangram.align.gate.replay_split import Wishes
 from tangram.align.gate.settings import Settings
 from tangram.config import yaml_config
 from tests.baselines.recipe import BACKENDS, FAMILIES, INITS, MARGINS, run_file, stored, write_inputs

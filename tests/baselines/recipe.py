@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from tangram.align.gate.replay import Wishes
+from tangram.align.gate.replay_split import Wishes
 from tangram.demo.data import KINDS, easy_vqa_folder, read_easy_vqa
 from tests.trial import SPECIAL, VOCABULARY, Job, Record, run_in_turn, split, write_byte_tokenizer
 

@@ -13,7 +13,8 @@ import yaml
 from tangram.align.gate.baseline import read_baseline
 from tangram.align.gate.compare import hold_against
 from tangram.align.gate.render import render
-from tangram.align.gate.replay import Wishes, prepare
+from tangram.align.gate.replay import prepare
+from tangram.align.gate.replay_split import Wishes
 from tangram.align.gate.settings import Settings
 from tangram.cli.main import main
 from tests.baselines.recipe import BACKENDS, FAMILIES, INITS, INPUTS, MARGINS, SAMPLES, STEPS, STORED, stored, topologies, write_inputs

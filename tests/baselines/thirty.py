@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tangram.align.gate.baseline import read_baseline
-from tangram.align.gate.replay import Wishes, prepare
+from tangram.align.gate.replay import prepare
+from tangram.align.gate.replay_split import Wishes
 from tests.baselines.recipe import BACKENDS, stored
 from tests.trial import metrics
 

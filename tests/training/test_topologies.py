@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.largest import largest
 from tests.trial import Record, Trial, run, split, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -45,7 +46,7 @@ def one_process(trials: Callable[[bool], Trial], tmp_path_factory: pytest.TempPa
 
 def worst(found: list[Record], expected: list[Record], key: str) -> float:
     """Largest relative difference at any step."""
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
+    return largest(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,10 @@ def _curve(name: str, base: Recorded, run: Recorded, settings: Settings, value: 
         return Finding(name, None, found="the baseline has none")
     tolerance = Tolerance.of(settings, name)
     worst, faults, compared = (-1.0, "", ""), [], 0
+    theirs_by_step = base.by_step
     for step in run.steps:
         # Where the baseline skipped a step too, a number that is none is what it had.
-        there = base.by_step.get(step.step)
+        there = theirs_by_step.get(step.step)
         if value(step)[0] is not None and not is_finite(value(step)[0]) and (there is None or is_finite(value(there)[0])):
             faults.append(f"step {step.step} is {value(step)[0]}")
     for mine, theirs in _common(base, run):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tangram.backends.copies import digest
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, Copies, ForwardResult, RankNorms, StepResult
 from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, default_forward_step
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
@@ -285,6 +287,39 @@ class MegatronEngine:
             own_loss=own / denominator if own is not None and denominator else None,
         )
 
+    def copies(self) -> Mapping[str, Copies]:
+        """Data-parallel and context-parallel ranks hold the same parameters; of experts those that have the same ones.
+
+        The distributed optimizer gathers parameters after a step, or with ``overlap_param_gather`` while the next one needs them: now they are whole.
+        """
+        held: dict[str, list[Tensor]] = {"parameters": [], "experts": []}
+        for local in self.chunks:
+            for parameter in local.parameters.values():
+                if not getattr(parameter, "idle", False):
+                    # Those that take no part in a step nobody waits for.
+                    held["parameters" if getattr(parameter, "allreduce", True) else "experts"].append(parameter)
+        ranks = self._ranks_of_copies
+        return {kind: Copies(min(ranks[kind]), digest(held[kind]) if held[kind] and len(ranks[kind]) > 1 else None) for kind in held}
+
+    @cached_property
+    def _ranks_of_copies(self) -> dict[str, list[int]]:
+        from megatron.core import parallel_state
+
+        groups = {
+            "parameters": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "experts": parallel_state.get_expert_data_parallel_group(),
+        }
+        return {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
+
+    @property
+    def _same_gradients(self) -> int | None:
+        """The lowest of the ranks whose optimizers hold the same gradients. The distributed optimizer has a part of them on each."""
+        if self.run.parallel.use_distributed_optimizer:
+            return None
+        # Ranks with the same experts have all else in common too.
+        ranks = self._ranks_of_copies["experts"]
+        return min(ranks) if len(ranks) > 1 else None
+
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients.
@@ -308,7 +343,7 @@ class MegatronEngine:
         self._clear_gradients()
         # Tensor-parallel ranks are neighbours.
         group = dist.get_rank() - self.ranks.tensor_parallel_rank
-        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group))
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group, self._same_gradients))
 
     @property
     def loss_scale(self) -> float:
