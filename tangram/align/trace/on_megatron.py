@@ -15,7 +15,8 @@ from tangram.align.trace.rows import Medium, RowTable, VisionRows, media_keys, t
 from tangram.align.trace.seen import ALL, Chosen, Features, Port, Region, Seen, composite_name, projector_regions
 from tangram.align.trace.store import Facts, TraceWriter
 from tangram.backends.engine import Batch, ForwardResult
-from tangram.backends.megatron.engine import LocalChunk, MegatronEngine
+from tangram.backends.megatron.chunks import LocalChunk
+from tangram.backends.megatron.engine import MegatronEngine
 from tangram.models.media_balance import BalancedMedia
 from tangram.models.media_share import MediaShare
 from tangram.models.regions import split_of
