@@ -1,4 +1,4 @@
-# make venv | test | lint | test-compat | demo | clean
+# make venv | test | lint | test-compat | baselines | demo | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help venv lint test pytest test-compat demo clean
+.PHONY: help venv lint test pytest test-compat baselines demo clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -46,6 +46,9 @@ pytest: $(VENV)/.installed
 test-compat: $(COMPAT)/.installed  ## tests marked compat, with the oldest supported transformers
 	$(COMPAT)/bin/python -c 'import transformers as t; assert t.__version__ == "4.57.6", t.__version__'
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m compat
+
+baselines: $(VENV)/.installed  ## make the stored baselines anew, after a change that means to change numbers
+	$(VENV)/bin/python -m tests.baselines
 
 demo: $(VENV)/.installed  ## train and export a small model on four processes; look at runs/demo/report.html
 	$(VENV)/bin/tangram demo

@@ -1,7 +1,6 @@
 """``python -m tangram`` is the command ``tangram``."""
 
-import sys
-
 from tangram.cli.main import main
+from tangram.guard import leave
 
-sys.exit(main())
+leave(main())

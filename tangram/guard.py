@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from tangram.errors import TangramError
 
@@ -26,6 +28,7 @@ MACHINE_FAULTS = frozenset(
         errno.EACCES,
         errno.EPERM,
         errno.ENOENT,
+        errno.EEXIST,
         errno.ENOTDIR,
         errno.EISDIR,
         errno.ELOOP,
@@ -84,6 +87,20 @@ def guarded(program: str, action: Callable[[], int], user_fault: int = USER_FAUL
             call()
         os._exit(status)
     return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with ``status``. In a torchrun launch what is to be done at exit is done, and the interpreter's shutdown left out.
+
+    A thread of gloo that still has to let go of a tensor waits for the interpreter, and one that gets there during the shutdown ends the process
+    with SIGABRT ("terminate called without an active exception"; pytorch issue 190489): a run that was good would be told as failed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _report(program: str, message: str) -> None:

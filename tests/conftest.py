@@ -28,7 +28,7 @@ STILL = 60
 """Seconds without any work of a test or its processes after which it hangs, and fails. The limits are for those that never come to an end."""
 LOOK = 5
 """Seconds between two looks at that; a test that is quicker is not looked at."""
-LONGEST = ("test_data_paths.py", "test_topologies.py", "test_alignment.py", "test_resume.py")
+LONGEST = ("test_data_paths.py", "test_baselines.py", "test_alignment.py", "test_resume.py")
 """They take more than a minute, so they start first: one worker would still be at them when the others have nothing left."""
 
 

@@ -85,6 +85,7 @@ def _rank(pipe: Connection, rank: int, world_size: int, port: int, file: str, fu
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as with torchrun; else data workers come from a server of their own
     threading.Thread(target=_end_with_the_test, args=(pipe,), daemon=True).start()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     try:

@@ -225,3 +225,15 @@ def test_tiny_writes_what_its_options_say(tmp_path: Path, capsys: pytest.Capture
     assert tuple(embedding.shape) == (72, 32)
     assert 0.0005 < embedding.float().std() < 0.002
     assert "random qwen2_5_vl, seed 4" in capsys.readouterr().out
+
+
+def test_a_process_of_a_launch_ends_without_the_shutdown_of_the_interpreter() -> None:
+    """What is to be done at exit is done; what comes after it, where threads that wait for the interpreter abort the process, is not."""
+    code = (
+        "import atexit\nfrom tangram.guard import leave\n"
+        "class Last:\n    def __del__(self):\n        print('shut down', flush=True)\n"
+        "last = Last()\natexit.register(print, 'at exit')\nprint('work')\nleave(3)"
+    )
+    for environment, said in (({"TORCHELASTIC_RUN_ID": "1"}, "work\nat exit\n"), ({}, "work\nat exit\nshut down\n")):
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, env={**os.environ, **environment})
+        assert (ended.returncode, ended.stdout, ended.stderr) == (3, said, "")

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tangram.checkpoints.dcp_manifest import RunFacts, is_training_checkpoint
+from tangram.checkpoints.dcp_manifest import Manifest, RunFacts, is_training_checkpoint
 from tangram.checkpoints.dcp_reader import DCPReader
 from tangram.checkpoints.manager import CheckpointManager
 from tangram.errors import CheckpointError
@@ -178,7 +178,13 @@ def test_the_position_extra_data_and_facts_come_back(tmp_path: Path) -> None:
     resumed = manager().load(folder)
     assert (resumed.step, resumed.consumed_samples, resumed.extra) == (7, 56, {"skipped": 2, "best": 0.25})
     written = json.loads((folder / "manifest.json").read_text())
-    assert written["split"] == {"tensor": 1, "pipeline": 1, "virtual": 1, "data_parallel": 1, "vit_pp_layers": [[2]], "llm_pp_layers": [[4]]}
+    ways = {"ring": 1, "expert": 1, "sequence_parallel": False, "vision_balance": False}
+    sizes = {"tensor": 1, "pipeline": 1, "virtual": 1, "data_parallel": 1, "vit_pp_layers": [[2]], "llm_pp_layers": [[4]]}
+    assert written["split"] == {**sizes, **ways}
+    # A manifest of before the last four were told says nothing against it.
+    manifest = Manifest.of(FACTS, step=1, consumed_samples=1, optimizer=True, rng=True, grad_scaler={}, extra={})
+    assert FACTS.has_ranks_of(manifest) and FACTS.has_ranks_of(replace(manifest, split=sizes))
+    assert not FACTS.has_ranks_of(replace(manifest, split={**manifest.split, "expert": 2}))
     assert written["hf_config"] == {"vocab_size": 37} and written["packages"]["torch"] == torch.__version__.split("+")[0] + torch.__version__[6:]
 
 

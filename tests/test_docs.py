@@ -76,7 +76,8 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_files_that_documents_name_exist() -> None:
     for page in PAGES:
-        for name in re.findall(r"\b((?:tests|tangram|examples|bench|docs)/[\w./-]+\w)", page.read_text(encoding="utf-8")):
+        text = re.sub(r"https?://\S+", "", page.read_text(encoding="utf-8"))
+        for name in re.findall(r"\b((?:tests|tangram|examples|bench|docs)/[\w./-]+\w)", text):
             assert (ROOT / name).exists() or name == "tangram/cli/NAME.py", f"{page.name} names {name}"
 
 
@@ -93,3 +94,27 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
     reached = {path.resolve() for path in seen}
     lost = [page.name for page in (ROOT / "docs").glob("*.md") if page.resolve() not in reached]
     assert not lost, f"no page that README.md leads to names {lost}"
+
+
+def test_the_page_of_baselines_names_commands_checks_and_keys_that_exist() -> None:
+    from tangram.align.gate.compare import CHECKS
+    from tangram.cli.main import build_parser
+    from tangram.config.run import TrainingConfig
+    from tangram.training.rank_records import RankRecord
+
+    text = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^tangram (.*?)(?:\s+#.*)?$", text, re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        arguments = build_parser().parse_args(command.split())
+        for key in re.findall(r"training\.(\w+)=", command):
+            assert key in TrainingConfig.model_fields, command
+        assert arguments.command in ("train", "baseline", "gate", "replay")
+    # The table of an example has every check, in order; the verdict counts those that are marked ok.
+    example = text[text.index("checked  ") : text.index("passed: ")]
+    rows = re.findall(r"^(\w+)\s+(ok|-)", example, re.MULTILINE)
+    assert [name for name, _ in rows] == list(CHECKS)
+    assert f"passed: {sum(mark == 'ok' for _, mark in rows)} checks" in text
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text, re.MULTILINE))))
+    assert set(CHECKS) <= named
+    assert {name for name in RankRecord.__dataclass_fields__ if name not in ("step", "loss_of_all")} <= named

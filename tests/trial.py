@@ -6,6 +6,7 @@ A launch costs a second instead of the ten that each fresh interpreter spends on
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -134,16 +135,31 @@ _server.set_forkserver_preload(["tests.preload"])
 
 def _be_a_rank(command: Sequence[str], environment: Mapping[str, str], log: str) -> None:
     """What torchrun gives a process: its place in the environment, its output in a file, and a program."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.environ.update(environment)
+    _take_place(environment, log)
+    sys.exit(_do(command))
+
+
+def _do(command: Sequence[str]) -> int | str | None:
+    """``tangram ...``, or a script and its arguments; the exit status."""
     sys.argv = list(command)
     if command[0] == "tangram":
         from tangram.cli.main import main
 
-        sys.exit(main(command[1:]))
-    runpy.run_path(command[0], run_name="__main__")
+        return main(command[1:])
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def _take_place(environment: Mapping[str, str], log: str) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update(environment)
+    # As with torchrun: data workers are forked from this process, not from another server, which would import everything once more.
+    multiprocessing.set_start_method("fork", force=True)
 
 
 @dataclass
@@ -216,15 +232,27 @@ class Outcome:
 
 def start(folder: Path, command: Sequence[str], ranks: int = 1, environment: Mapping[str, str] | None = None) -> Launch:
     """Start ``command`` ("tangram", ... or a script and its flags) on so many ranks; output goes to ``folder``."""
+    return _launched(folder, _be_a_rank, command, ranks, environment or {})
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _launched(
+    folder: Path, target: Callable[..., None], command: Sequence[str], ranks: int, environment: Mapping[str, str]
+) -> Launch:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "trial", **(environment or {})}
+    (port,) = _free_ports(1)
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "trial", **environment}
     logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
     processes = [
-        _server.Process(target=_be_a_rank, args=(list(command), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log)))
+        _server.Process(target=target, args=(list(command), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log)))
         for rank, log in enumerate(logs)
     ]
     for process in processes:
@@ -245,6 +273,40 @@ def running(folder: Path, command: Sequence[str], ranks: int = 1) -> Iterator[La
         yield launch
     finally:
         launch.kill()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of ``run_in_turn``, and the ranks that it takes: all, or one of them."""
+
+    command: Sequence[str]
+    ranks: int = 1
+
+
+def run_in_turn(folder: Path, jobs: Sequence[Job], ranks: int = 1) -> Outcome:
+    """Commands one after another in the same processes, each with a process group of its own: first those of one rank, side by side.
+
+    It saves the launches. What a command leaves behind in its process, the next one meets. The first that fails ends all.
+    """
+    turns = sorted(jobs, key=lambda job: job.ranks)
+    assert {job.ranks for job in turns} <= {1, ranks}
+    ports = _free_ports(len(turns))
+    plan = json.dumps([(list(job.command), job.ranks, port) for job, port in zip(turns, ports, strict=True)])
+    return _launched(folder, _take_turns, [plan], ranks, {}).finish(PATIENCE + 10 * len(turns))
+
+
+def _take_turns(command: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+    _take_place(environment, log)
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    for number, (words, ranks, port) in enumerate(json.loads(command[0])):
+        if ranks == 1 and number % size != rank:
+            continue
+        place = str(rank if ranks > 1 else 0)
+        os.environ |= {"RANK": place, "LOCAL_RANK": place, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+        if status := _do(words):
+            sys.exit(status)
+        # Engines refer to themselves, and hold process groups with threads.
+        gc.collect()
 
 
 def split(tensor: int = 1, vision: Any = None, text: Any = None, **flags: Any) -> list[str]:

@@ -49,6 +49,18 @@ class RankNorms:
     """Of those among them that every rank of ``group`` has a copy of; the copies must not come apart. None: there are none."""
     group: int = 0
     """The lowest rank of those that have the same copies."""
+    copied: int | None = None
+    """The lowest rank of those whose optimizers hold all the same gradients. None: no other does."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Parameters that several ranks hold alike."""
+
+    group: int
+    """The lowest of those ranks."""
+    digest: int | None
+    """An int64 of their bits; see ``tangram.backends.copies``. None: no other rank holds them."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,10 @@ class Engine(Protocol):
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         """Loss without gradients."""
+
+    def copies(self) -> Mapping[str, Copies]:
+        """What this rank holds copies of, by kind, as the step at hand has used it: between ``forward_backward`` and ``step``. Every rank names the
+        same kinds, in the same order."""
 
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients."""

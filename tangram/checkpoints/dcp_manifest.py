@@ -54,6 +54,7 @@ class RunFacts:
             "pipeline": topology.pipeline,
             "virtual": topology.virtual,
             **({"context": topology.context} if topology.context > 1 else {}),
+            **self._ways(),
             "data_parallel": self.data_parallel,
             "vit_pp_layers": [list(row) for row in topology.vision],
             "llm_pp_layers": [list(row) for row in topology.text],
@@ -63,7 +64,23 @@ class RunFacts:
     def has_ranks_of(self, manifest: Manifest) -> bool:
         """Whether each rank does what the rank of its number did, so that it can go on with its random state. Over how many of them weights are
         sharded decides nothing of that."""
-        return {**manifest.split, "fully_shard": None} == {**self.split(), "fully_shard": None}
+        mine, theirs = ({key: value for key, value in split.items() if key != "fully_shard"} for split in (self.split(), manifest.split))
+        # A checkpoint of before these were told says nothing of them.
+        untold = self._ways().keys() - theirs.keys()
+        return {key: value for key, value in mine.items() if key not in untold} == theirs
+
+    def _ways(self) -> dict[str, Any]:
+        """How ranks of the megatron backend share the work, as far as the sizes before do not say it: always, so that what lacks one is known to
+        be of before it was told."""
+        if self.axes:
+            return {}
+        topology = self.topology
+        return {
+            "ring": topology.ring,
+            "expert": topology.expert,
+            "sequence_parallel": topology.sequence_parallel,
+            "vision_balance": topology.vision_balance,
+        }
 
 
 @dataclass(frozen=True)

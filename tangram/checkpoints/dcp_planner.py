@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from tangram.checkpoints.dcp_ranks import distributed, lost_contact
 from tangram.checkpoints.dcp_state import MASTER, MOMENTS, OPTIMIZERS, STEP, model_key, optimizer_key, split_key, step_entries
@@ -48,6 +48,11 @@ class StrictSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         return replace(super().create_local_plan(), planner_data=self.steps)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What is written, laid out by rows, so that a file does not tell a transposed view from a copy of it."""
+        data = super().resolve_data(write_item)
+        return data.contiguous() if isinstance(data, torch.Tensor) else data
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check all ranks' plans, then plan as DCP does.
@@ -112,6 +117,14 @@ def _check_steps(all_steps: Iterable[Mapping[str, int]]) -> None:
         for canonical, step in steps.items():
             if known.setdefault(canonical, step) != step:
                 raise CheckpointError(f"optimizer state of {canonical}: one rank has taken {known[canonical]} steps, another {step}")
+
+
+class _Writer(FileSystemWriter):
+    """Writes what was saved, and neither where nor by which call: the same state gives the same bytes."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the folder's temporary name and the random id of the save, which nothing reads."""
+        return StorageMeta()
 
 
 class SafeReader(FileSystemReader):
@@ -291,7 +304,7 @@ def write(
         CheckpointError: on every rank, if any rank failed.
     """
     state = {**tensors, **step_entries(steps)}
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True, overwrite=False)
+    writer = _Writer(folder, single_file_per_rank=True, thread_count=1, sync_files=True, overwrite=False)
     try:
         dcp.save(state, storage_writer=writer, planner=StrictSavePlanner(names, steps), process_group=group, no_dist=not distributed())
     except CheckpointException as error:

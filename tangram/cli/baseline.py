@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from tangram.cli.parser import Parser
@@ -39,6 +41,29 @@ def add_settings(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--warm-up", metavar="N", type=int, help=f"first steps whose times do not count ({warm_up})")
 
 
+def refuse_to_overwrite(written: Mapping[str, Path | None], read: Mapping[str, Path]) -> None:
+    """Refuse to write over what is read, or twice to one file.
+
+    Raises:
+        ConfigError: two names are of one file.
+    """
+    from tangram.errors import ConfigError
+
+    there = {os.path.realpath(place): name for name, path in read.items() for place in _files_of(path)}
+    for name, path in written.items():
+        if path is None:
+            continue
+        if (other := there.get(os.path.realpath(path))) is not None:
+            raise ConfigError(f"{name} {path}: the same file as {other}, which it would replace; give another name")
+        there[os.path.realpath(path)] = name
+
+
+def _files_of(run: Path) -> list[Path]:
+    """What is read where a run or a baseline is named."""
+    metrics = run / "metrics.jsonl" if run.is_dir() else run
+    return [metrics, metrics.with_suffix(".ranks.jsonl")]
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the file and say what is in it."""
     from tangram.align.gate.baseline import make_baseline, write_baseline
@@ -47,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from tangram.errors import ConfigError
 
     settings = Settings().changed(args.mode, args.margin, args.warm_up)
+    refuse_to_overwrite({"-o": args.out}, {"RUN": args.run})
     if args.out.exists() and not args.out.is_dir() and not args.force:
         raise ConfigError(f"{args.out}: lies there already; give another name, or --force to replace it")
     recorded = read_run(args.run)

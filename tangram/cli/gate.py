@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tangram.cli.baseline import RUN_HELP, add_settings
+from tangram.cli.baseline import RUN_HELP, add_settings, refuse_to_overwrite
 from tangram.cli.parser import Parser
 from tangram.errors import ConfigError, suggest
 
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--ignore {name!r}: no such check{suggest(name, CHECKS)}; there are {', '.join(CHECKS)}")
     if len(set(args.ignore)) == len(CHECKS):
         raise ConfigError("--ignore leaves nothing to compare; leave out fewer checks")
+    refuse_to_overwrite({"--json": args.json, "--html": args.html}, {"RUN": args.run, "FILE": args.baseline})
     baseline = read_baseline(args.baseline)
     settings = baseline.settings.changed(args.mode, args.margin, args.warm_up)
     return show_gate(args.run, args.baseline, baseline, settings, args.ignore, args.json, args.html)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tangram.cli.baseline import add_settings
+from tangram.cli.baseline import add_settings, refuse_to_overwrite
 from tangram.cli.gate import add_reports, show_gate
 from tangram.cli.parser import Parser
 from tangram.errors import ConfigError
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     if "RANK" in os.environ and not args.write_only:
         raise ConfigError("replay starts its processes itself; on several machines give --write-only, and run what it says")
+    refuse_to_overwrite({"--json": args.json, "--html": args.html}, {"FILE": args.baseline, "the replay in -o": args.out})
     baseline = read_baseline(args.baseline)
     settings = baseline.settings.changed(args.mode, args.margin, args.warm_up)
     wishes = Wishes(args.tp, args.pp, args.dp, args.backend, args.settings)
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     replay = prepare(baseline, wishes, args.out)
     ignore = ["topology"] if wishes.other_topology else []
     print(f"{replay.run_file}: {replay.processes} processes, {replay.accumulation} micro-batches per step on each data-parallel rank", flush=True)
+    for change in replay.changes:
+        print(f"note: {change}", flush=True)
     if args.write_only:
         print(f"torchrun --nproc-per-node {replay.processes} -m tangram train {replay.run_file}")
         print(f"tangram gate {args.out} {args.baseline}{' --ignore topology' if ignore else ''}")

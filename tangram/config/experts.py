@@ -31,11 +31,12 @@ def check_experts(model: ModelConfig, *, expert: int, tensor: int, sequence_para
         raise ConfigError("moe_router_topk 1: the weight of the only expert is always 1, so the router cannot learn; use 2 or more")
 
 
-def runs_grouped(text: TextDecoderConfig, *, tensor: int, itemsize: int) -> bool:
+def runs_grouped(text: TextDecoderConfig, *, tensor: int, itemsize: int, deterministic: bool = False) -> bool:
     """Whether the experts of a rank run as one grouped product on this platform; else they run one after the other.
 
     Args:
         itemsize: bytes of one number of the run's type.
+        deterministic: whether the run is to give the same bits each time.
 
     Raises:
         ConfigError: ``moe_grouped_gemm`` asks for it where it cannot be had.
@@ -45,17 +46,19 @@ def runs_grouped(text: TextDecoderConfig, *, tensor: int, itemsize: int) -> bool
     # On the cpu the kernel is a loop itself, and stacks weights besides.
     if text.moe_grouped_gemm is False or (text.moe_grouped_gemm is None and device == "cpu"):
         return False
-    obstacle = _obstacle(text, device, tensor, itemsize)
+    obstacle = _obstacle(text, device, tensor, itemsize, deterministic)
     if text.moe_grouped_gemm and obstacle is not None:
         raise ConfigError(f"moe_grouped_gemm: {obstacle}; set it to false, or leave it out")
     return obstacle is None
 
 
-def _obstacle(text: TextDecoderConfig, device: str, tensor: int, itemsize: int) -> str | None:
+def _obstacle(text: TextDecoderConfig, device: str, tensor: int, itemsize: int, deterministic: bool) -> str | None:
     """Why there is no grouped product."""
     from tangram.platform.operators import grouped, grouped_linear
 
     assert isinstance(text, ExpertKeys)
+    if deterministic and not grouped_linear.repeats_on(device):
+        return f"deterministic mode, and no kernel of grouped products on {device} promises the same bits each time"
     kernel = grouped_linear.fused_on(device)
     if kernel is None:
         return f"{device} has no kernel of grouped products, or the environment switches it off (TANGRAM_FUSED_OPS)"

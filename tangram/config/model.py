@@ -138,6 +138,11 @@ class VisionEncoderConfig(LayerKeys):
         """Hidden states that no division over ranks may part."""
         return self.spatial_merge_size**2
 
+    @property
+    def rotary(self) -> bool:
+        """Whether attention knows rows and columns by rotary angles, which take a quarter of a head's width each, twice."""
+        return True
+
     def tokens(self, grid: Grid) -> int:
         """Tokens that an image or video becomes in the text."""
         return prod(grid) // self.spatial_merge_size**2
@@ -146,7 +151,7 @@ class VisionEncoderConfig(LayerKeys):
     def _shapes_fit(self) -> VisionEncoderConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}")
-        if self.head_dim % 4:
+        if self.rotary and self.head_dim % 4:
             raise ValueError(f"head_dim {self.head_dim} is not divisible by 4, which 2-D rotary positions need")
         if (self.window_attn_size is None) != (self.fullatt_block_indexes is None):
             raise ValueError("window_attn_size and fullatt_block_indexes belong together: give both or neither")
@@ -257,8 +262,11 @@ class TextDecoderConfig(LayerKeys):
             raise ValueError(f"num_attention_heads {self.num_attention_heads} is not divisible by num_query_groups {self.num_query_groups}")
         if (self.position_embedding_type == "mrope") != (self.mrope_section is not None):
             raise ValueError("position_embedding_type 'mrope' needs mrope_section, and only it")
-        if self.mrope_section is not None and (len(self.mrope_section) != 3 or 2 * sum(self.mrope_section) != self.head_dim):
-            raise ValueError(f"mrope_section {self.mrope_section} must hold 3 numbers that sum to half of head_dim {self.head_dim}")
+        section = self.mrope_section
+        if section is not None and (len(section) != 3 or min(section) < 0 or 2 * sum(section) != self.head_dim):
+            raise ValueError(f"mrope_section {section} must hold 3 numbers that sum to half of head_dim {self.head_dim}, none below 0")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd, and rotary positions turn pairs; make it even")
         return self
 
 

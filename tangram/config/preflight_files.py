@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from tangram.checkpoints.kinds import kind_of_weights
@@ -22,7 +24,7 @@ def weights(subject: Subject) -> str:
     if kind == "Hugging Face directory":
         if not Path(source.load, "config.json").is_file():
             raise CheckpointError(f"load {source.load}: it has *.safetensors but no config.json; copy the model's config.json there")
-        check_shards(Path(source.load))
+        _check_types(subject, check_shards(Path(source.load)))
     elif kind == "LoRA adapter":
         raise CheckpointError(f"load {source.load}: a LoRA adapter, which is no model; merge it into its base first (mm-convert ... lora_merge)")
     elif kind == "mp_rank directory":
@@ -32,8 +34,35 @@ def weights(subject: Subject) -> str:
     return f"{kind} {source.load}"
 
 
-def check_shards(folder: Path) -> None:
+_TYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""Element types as safetensors and manifests name them, and as a run does."""
+
+
+def _check_types(subject: Subject, counts: Mapping[str, int]) -> None:
+    """Weights are of the run's type, or may be changed to it.
+
+    Args:
+        counts: how many tensors have each element type.
+
+    Raises:
+        CheckpointError: with both types.
+    """
+    source, wanted = subject.run.model, subject.run.training.dtype
+    other = {_TYPES.get(name, name): count for name, count in counts.items() if _TYPES.get(name, name) != wanted}
+    if other and not source.cast_weights:
+        held = " and ".join(f"{count} of {sum(counts.values())} tensors in {name}" for name, count in sorted(other.items()))
+        instead = " or ".join(f"training.dtype {name}" for name in sorted(other) if len(counts) == 1 and name in ("fp32", "bf16", "fp16"))
+        raise CheckpointError(
+            f"load {source.load}: holds {held}, and the run is in {wanted}; set model.cast_weights (--cast-weights) to change them"
+            f"{f', or {instead}' if instead else ''}"
+        )
+
+
+def check_shards(folder: Path) -> Counter[str]:
     """Every file that the index names must be there, and as long as its own header says.
+
+    Returns:
+        How many tensors have each element type, as safetensors names it.
 
     Raises:
         CheckpointError: naming the files.
@@ -43,20 +72,23 @@ def check_shards(folder: Path) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{index}: {len(missing)} of {len(names)} files are missing: {', '.join(missing[:5])}; fetch them again")
+    types: Counter[str] = Counter()
     for name in names:
-        expected, size = _safetensors_size(folder / name), (folder / name).stat().st_size
+        (expected, held), size = _described(folder / name), (folder / name).stat().st_size
+        types.update(held)
         if size != expected:
             raise CheckpointError(f"{folder / name}: {size} bytes, but its header describes {expected}; it is truncated or damaged, fetch it again")
+    return types
 
 
-def _safetensors_size(path: Path) -> int:
-    """Bytes that a safetensors file must have (8 for the header's length, the header, the tensors)."""
+def _described(path: Path) -> tuple[int, list[str]]:
+    """Of a safetensors file the bytes that it must have (8 for the header's length, the header, the tensors), and each tensor's element type."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= path.stat().st_size else b""
     try:
-        content = json.loads(header)
-        return 8 + length + max((entry["data_offsets"][1] for name, entry in content.items() if name != "__metadata__"), default=0)
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0), [str(entry["dtype"]) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: not a safetensors file, or its header of {length} bytes is cut off; fetch it again") from None
 
@@ -67,6 +99,7 @@ def _check_mp_rank(subject: Subject, folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest is not None:
         check_manifest(manifest, subject.topology, subject.model, str(folder), subject.run.padded_vocab)
+        _check_types(subject, manifest.dtypes)
 
 
 def check_training_checkpoint(subject: Subject, folder: Path) -> None:

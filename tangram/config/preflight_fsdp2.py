@@ -12,7 +12,7 @@ from tangram.config.fsdp2_run import training_of
 from tangram.config.fsdp2_sizes import expert_sizes, least_processes, sizes
 from tangram.config.model import ModelConfig
 from tangram.config.preflight_files import check_shards, check_training_checkpoint, reference, samples, save_folder, tokenizer
-from tangram.config.preflight_rules import Rule, Subject, rates, tools, vocabulary
+from tangram.config.preflight_rules import Rule, Subject, determinism, rates, tools, vocabulary
 from tangram.config.sources import read_hf_config
 from tangram.errors import CheckpointError, ConfigError
 from tangram.families import get_family
@@ -264,6 +264,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("schedule", schedule),
     ("loss", loss),
     ("memory", memory),
+    ("deterministic mode", determinism),
     ("evaluation", evaluation),
     ("weights", weights),
     ("Hugging Face config", _if_described(reference)),

@@ -21,6 +21,8 @@ from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
 from tangram.families import get_family
 from tangram.placement.topology import Topology
+from tangram.platform import current
+from tangram.platform.determinism import check_environment
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,19 @@ def experts(subject: Subject) -> str:
     text = subject.text
     if not isinstance(text, ExpertKeys):
         return "none"
-    how = "in one product" if runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[subject.run.training.dtype]) else "one after the other"
+    training = subject.run.training
+    grouped = runs_grouped(text, tensor=subject.tensor, itemsize=_BYTES[training.dtype], deterministic=training.deterministic)
+    how = "in one product" if grouped else "one after the other"
     share = f", {text.num_moe_experts // subject.expert} on each of {subject.expert} ranks by {text.moe_token_dispatcher_type}"
     return f"{text.moe_router_topk} of {text.num_moe_experts} for a token, {how}{share if subject.expert > 1 else ''}"
+
+
+def determinism(subject: Subject) -> str:
+    """Raises ConfigError where the environment contradicts."""
+    if not subject.run.training.deterministic:
+        return "off"
+    check_environment(current().name)
+    return "on"
 
 
 def batch(subject: Subject) -> str:
@@ -324,6 +336,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("sequence length", sequence),
     ("schedule", schedule),
     ("freezing", freezing),
+    ("deterministic mode", determinism),
     ("evaluation", evaluation),
     ("tools", tools),
 )

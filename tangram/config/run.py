@@ -246,7 +246,7 @@ class TrainingConfig(Section):
     metrics_file: LocalPath | None = None
     """JSON-lines file that gets one record per step. None: metrics.jsonl in ``save``."""
     deterministic: bool = False
-    """Choose algorithms that give the same bits each time; see ``tangram.training.determinism``."""
+    """Choose algorithms that give the same bits each time; see ``tangram.platform.determinism``."""
 
     @model_validator(mode="after")
     def _choices_fit(self) -> TrainingConfig:

@@ -37,17 +37,18 @@ from tangram.families.plugins import load_plugins
 SECTIONS = ("parallel", "data", "model", "features", "training", "tools")
 
 
-def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_run(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> RunConfig:
     """Read a run file.
 
     Args:
         overrides: ``section.key=value``, the value as YAML.
+        base: folder that relative paths start from; None: that of the run file.
 
     Raises:
         ConfigError: one line that names the file, the dotted key and the mend.
     """
     path = Path(path)
-    base, where = path.parent.resolve(), str(path)
+    base, where = (base or path.parent).resolve(), str(path)
     raw = read_mapping(path)
     _set_all(raw, overrides)
     if raw.get("backend") == "fsdp2":

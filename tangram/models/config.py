@@ -79,6 +79,8 @@ def _common(options: BuildOptions) -> dict[str, Any]:
         "use_cpu_initialization": options.on_cpu,
         # Weights come from a checkpoint or from tangram.checkpoints.fresh, never from a layer's own generator.
         "perform_initialization": False,
+        # The gradient of the word embedding, which core else leaves to a kernel that it says to be none.
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
@@ -151,7 +153,12 @@ def _experts(section: TextDecoderConfig, options: BuildOptions) -> dict[str, Any
         "moe_router_load_balancing_type": "aux_loss" if section.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": section.moe_aux_loss_coeff,
         "moe_z_loss_coeff": section.moe_z_loss_coeff or None,
-        "moe_grouped_gemm": runs_grouped(section, tensor=options.tensor_model_parallel_size, itemsize=options.dtype.itemsize),
+        "moe_grouped_gemm": runs_grouped(
+            section,
+            tensor=options.tensor_model_parallel_size,
+            itemsize=options.dtype.itemsize,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        ),
         "moe_token_dispatcher_type": section.moe_token_dispatcher_type,
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": options.tensor_model_parallel_size,

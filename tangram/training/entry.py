@@ -25,11 +25,12 @@ from tangram.config.fsdp2_run import training_of
 from tangram.config.fsdp2_sizes import sizes
 from tangram.config.hf_compare import description
 from tangram.config.preflight import check_run
-from tangram.config.run import RunConfig
+from tangram.config.run import RunConfig, TrainingConfig
 from tangram.config.sources import read_hf_config
 from tangram.config.yaml_config import dump
 from tangram.data.build import bad_sample_report, build_loader, forget_caches, global_batch_size
 from tangram.data.choice import has_validation
+from tangram.data.content import outline
 from tangram.data.epochs import steps_of_epochs
 from tangram.data.loader import StepLoader
 from tangram.data.own import own_datasets, own_loader
@@ -38,8 +39,8 @@ from tangram.errors import ConfigError
 from tangram.families import Family, get_family
 from tangram.families.unknown import unknown_family
 from tangram.platform import current
+from tangram.platform.determinism import make_deterministic
 from tangram.training.context import Context, get_context, set_context
-from tangram.training.determinism import make_deterministic
 from tangram.training.fingerprint import dataset_fingerprint, tokenizer_hash
 from tangram.training.logs import LOGGER, set_up_logging
 from tangram.training.loop import Loop, Outputs, Progress, Steps, steps_of
@@ -48,6 +49,7 @@ from tangram.training.rank_records import RanksFile, ranks_path
 from tangram.training.records import MetricsFile, StepRecord
 from tangram.training.run_facts import facts_of
 from tangram.training.schedule import LearningRate
+from tangram.training.seeds import seed_process
 from tangram.training.shared import from_first_rank, same_everywhere
 from tangram.training.speed import model_flops, peak_of
 from tangram.training.tracing import StepTracer
@@ -143,6 +145,7 @@ def _train(run: RunConfig, engine: RunnableEngine, context: Context, callbacks: 
     batch = global_batch_size(run, copies)
     LOGGER.info("%s", engine.summary(batch))
     manager = _manager(engine, run, batch)
+    seed_process(training.seed, engine.data_parallel_rank)
     progress = put_weights(engine, manager)
     context.consumed_samples, context.data_rank, context.data_size = progress.consumed_samples, engine.data_parallel_rank, copies
     context.needs_pixels, context.reports_data = engine.needs_pixels, engine.reports_data
@@ -209,6 +212,7 @@ def _loop(
             export=(lambda at: export.save(folder, at.step)) if export is not None and folder is not None else None,
             flops=model_flops(run),
             peak_tflops=peak_of(run),
+            compares_copies=_metrics_path(training) is not None and dist.get_world_size() > 1,
             skips_samples=run.data.dataset_param.basic_parameters.bad_samples == "skip",
         )
         try:
@@ -244,12 +248,18 @@ def _counts(progress: Progress) -> dict[str, int]:
     return {"skipped": progress.skipped, "skipped_samples": progress.skipped_samples}
 
 
+def _metrics_path(training: TrainingConfig) -> Path | None:
+    if training.metrics_file:
+        return Path(training.metrics_file)
+    return Path(training.save, "metrics.jsonl") if training.save else None
+
+
 class _Reporter:
     """Log lines, metrics.jsonl, writers and, on a terminal, a progress bar."""
 
     def __init__(self, run: RunConfig, resumed_step: int, facts: dict[str, Any]) -> None:
         training = run.training
-        path = training.metrics_file or (str(Path(training.save, "metrics.jsonl")) if training.save else None)
+        path = _metrics_path(training)
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: ProgressBar | None = None
         if self._console.is_terminal:
@@ -258,8 +268,8 @@ class _Reporter:
             self._bar = ProgressBar(*columns, console=self._console)
             self._task = self._bar.add_task("training", total=training.train_iters, completed=resumed_step, loss="-")
             self._bar.start()
-        metrics = MetricsFile(Path(path), resumed_step) if path else None
-        ranks = RanksFile(ranks_path(Path(path)), facts, dump(run), resumed_step) if path else None
+        metrics = MetricsFile(path, resumed_step) if path is not None else None
+        ranks = RanksFile(ranks_path(path), facts, dump(run), resumed_step) if path is not None else None
         writers = open_writers(run, resumed_step)
         self.outputs = Outputs(lines=self._print, metrics=metrics, ranks=ranks, advance=self._advance if self._bar else None, writers=writers)
 
@@ -302,6 +312,8 @@ def default_datasets(samples: Sequence[int]) -> tuple[Steps, Callable[[], Steps]
     family = _family(context.run)
 
     def loader(split: str, consumed: int) -> Steps:
+        # Ranks that read other samples would wait for tensors that never come, or train on them unseen.
+        same_everywhere(f"files of the {split} data", outline(context.run.data.dataset_param, split))
         place = (context.data_rank, context.data_size, consumed, context.needs_pixels)
         steps = _alike(build_loader(context.run, family, *place, split, reports=context.reports_data, share=from_first_rank), split)
         return Preloaded(steps) if context.run.data.dataloader_param.enable_preload and split == "train" else steps

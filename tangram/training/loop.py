@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tangram.backends.engine import Batch, Engine, ForwardResult, StepResult
+from tangram.backends.engine import Batch, Copies, Engine, ForwardResult, StepResult
 from tangram.config.run import TrainingConfig
 from tangram.data.source import SKIPPED
 from tangram.errors import DataError, DivergedError
@@ -21,7 +21,7 @@ from tangram.training.agreement import Share, Totals, collective_device, gather,
 from tangram.training.collection import GarbageCollection
 from tangram.training.logs import LOGGER
 from tangram.training.profiling import StepProfiler
-from tangram.training.rank_records import RankRecord, RanksFile
+from tangram.training.rank_records import RankRecord, RanksFile, is_kept
 from tangram.training.records import MetricsFile, StepRecord, log_line
 from tangram.training.schedule import LearningRate
 from tangram.training.signals import StopRequest
@@ -105,6 +105,7 @@ class Loop:
         export: writes weights alone, after each ``save_hf_interval`` steps and after the last.
         flops: counts the model FLOPs of a micro-batch; None: they are not known.
         peak_tflops: what a device could do; None: not known.
+        compares_copies: some rank keeps what each rank has found, and there are several.
         skips_samples: samples that cannot be used leave their places empty, so before each step ranks compare which.
     """
 
@@ -124,6 +125,7 @@ class Loop:
     skips_samples: bool = False
     flops: Callable[[Batch], int] | None = None
     peak_tflops: float | None = None
+    compares_copies: bool = False
     _peak_memory: int = field(default=0, init=False)
     """So far, bytes; a memory profile starts the device's own figure anew."""
 
@@ -197,8 +199,10 @@ class Loop:
         if forward.tokens == 0:
             self._refuse_empty(micro_batches)
         scale = self.engine.loss_scale
+        copies = self.engine.copies() if self.compares_copies and is_kept(self.progress.step + 1) else {}
         result = self.engine.step(lr)
-        totals, ranks = self._agree(micro_batches, request.asked or (self.background is not None and self.background.failed()), forward, result)
+        asked = request.asked or (self.background is not None and self.background.failed())
+        totals, ranks = self._agree(micro_batches, asked, forward, result, copies)
         if self.outputs.ranks is not None:
             self.outputs.ranks.write(ranks)
         self.progress.step += 1
@@ -261,13 +265,19 @@ class Loop:
         )
 
     def _agree(
-        self, micro_batches: Sequence[Batch], asked: bool, forward: ForwardResult | None = None, result: StepResult | None = None
+        self,
+        micro_batches: Sequence[Batch],
+        asked: bool,
+        forward: ForwardResult | None = None,
+        result: StepResult | None = None,
+        copies: Mapping[str, Copies] | None = None,
     ) -> tuple[Totals, RankRecord]:
         """What the global batch comes to, and what each rank has found in it."""
         self._peak_memory = max(self._peak_memory, current().peak_memory())
-        mine = Share.of(micro_batches, asked, self.engine.data_parallel_rank, self.flops, self._peak_memory, forward, result)
+        mine = Share.of(micro_batches, asked, self.engine.data_parallel_rank, self.flops, self._peak_memory, forward, result, copies)
         shares, step = gather(mine), self.progress.step + 1
-        return totals_of(shares, len(shares) // self.engine.data_parallel_size, step), rank_record(shares, step)
+        loss = forward.loss if forward is not None else None
+        return totals_of(shares, len(shares) // self.engine.data_parallel_size, step), rank_record(shares, step, loss, list(copies or {}))
 
     def _log(self, pending: list[StepRecord], last: bool) -> None:
         if not last and pending[-1].step % self.training.log_interval:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,21 @@ DENSE_STEPS, THEN_EVERY = 100, 100
 MIB = 2**20
 WORD = 2**64
 ABSENT = (0, 0)
+
+
+def is_kept(step: int) -> bool:
+    """Whether a step is one of those that are written."""
+    return step <= DENSE_STEPS or step % THEN_EVERY == 0
+
+
+@dataclass(frozen=True)
+class CopiesRecord:
+    """Of one kind of parameters, rank by rank."""
+
+    held_with: Sequence[int]
+    """The lowest of the ranks that hold the same ones."""
+    digest: Sequence[str | None]
+    """Of their bits, as the step used them; alike on all ranks with the same number in ``held_with``. None: no other rank holds them."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,12 @@ class RankRecord:
     shared_with: Sequence[int]
     peak_memory_mb: Sequence[float]
     """Largest so far; as ``Platform.peak_memory``, in 2^20 bytes."""
+    grad_norm_with: Sequence[int | None] = ()
+    """The lowest of the ranks that hold the same gradients, which then must have the same ``grad_norm``. None: no other does. Empty: none has."""
+    loss_of_all: float | None = None
+    """That of metrics.jsonl, by which the two files are known to be of one run. None: not told."""
+    copies: Mapping[str, CopiesRecord] = field(default_factory=dict)
+    """By kind of parameters. Empty: not told."""
 
 
 def ranks_path(metrics: Path) -> Path:
@@ -61,16 +82,18 @@ class RanksFile:
 
     def write(self, record: RankRecord) -> None:
         """Add one step, in one write, if it is one of those that are written."""
-        if record.step > DENSE_STEPS and record.step % THEN_EVERY:
+        if not is_kept(record.step):
             return
-        row = {name: [_plain(value) for value in values] if isinstance(values, Sequence) else values for name, values in asdict(record).items()}
+        row = {name: _plain(value) for name, value in asdict(record).items() if value not in ((), {}, None)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _plain(value: float | None) -> float | str | None:
+def _plain(value: Any) -> Any:
     """JSON has neither NaN nor infinity."""
-    return str(value) if value is not None and not math.isfinite(value) else value
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _first_step_of(line: str) -> float:

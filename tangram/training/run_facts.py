@@ -14,7 +14,8 @@ from tangram.platform import current
 
 SAID_BY_SPLIT = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size"),
-    *("vit_pp_layers", "llm_pp_layers"),
+    *("vit_pp_layers", "llm_pp_layers", "context_parallel_algo", "ulysses_degree_in_cp", "expert_model_parallel_size", "sequence_parallel"),
+    *("vision_tensor_model_parallel_size", "encoder_dp_balance"),
 }
 OF_THE_MACHINE = {"distributed_timeout_minutes", "distributed_backend"}
 

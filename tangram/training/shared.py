@@ -41,6 +41,9 @@ def from_first_rank(make: Callable[[], T]) -> T:
 def same_everywhere(what: str, value: object) -> None:
     """Compare a value over ranks; all must call it, in the same order.
 
+    Args:
+        value: of a dict, the error names the first entry that differs.
+
     Raises:
         DataError: on every rank, if two hold different ones.
     """
@@ -50,4 +53,8 @@ def same_everywhere(what: str, value: object) -> None:
     dist.all_gather_object(held, value)
     for rank, other in enumerate(held):
         if other != held[0]:
-            raise DataError(f"{what}: {held[0]} on rank 0, {other} on rank {rank}; give every node the same files")
+            first = held[0]
+            if isinstance(first, dict) and isinstance(other, dict):
+                key = next(key for key in [*first, *other] if first.get(key) != other.get(key))
+                what, first, other = f"{what}, {key}", first.get(key, "none"), other.get(key, "none")
+            raise DataError(f"{what}: {first} on rank 0, {other} on rank {rank}; give every node the same files")

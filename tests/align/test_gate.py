@@ -14,10 +14,11 @@ import pytest
 from tangram.align.gate.baseline import make_baseline, read_baseline, write_baseline
 from tangram.align.gate.compare import CHECKS, hold_against
 from tangram.align.gate.read_run import read_run
+from tangram.align.gate.render import render
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Finding, Verdict
 from tangram.cli.main import main
-from tests.align.gate_kit import STEPS, Numbers, digest_of, numbers, sample_ids
+from tests.align.gate_kit import RANKS, STEPS, Numbers, digest_of, numbers, sample_ids
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ PLANTED: dict[str, tuple[Callable[[Numbers], Numbers], dict[str, str]]] = {
             run,
             facts={**run.facts, "world_size": 3},
             ranks=[
-                replace(row, **{name: getattr(row, name)[:3] for name in vars(row) if name != "step"})
+                replace(row, **{name: getattr(row, name)[:3] for name, value in vars(row).items() if isinstance(value, list)})
                 for row in run.ranks  # type: ignore[arg-type]
             ],
         ),
@@ -157,6 +158,13 @@ def test_margins_are_set_per_metric_and_may_be_of_one_side(tmp_path: Path, basel
     # The options of the baseline hold where the gate has none.
     file = make(numbers().write(tmp_path / "base"), tmp_path / "own.json", Settings().changed("digits 2", ["time=+0.05"], 3))
     assert read_baseline(file).settings == Settings().changed("digits 2", ["time=+0.05"], 3) and gate(run, file).passed
+
+
+def test_a_deviation_past_a_tight_margin_is_not_told_as_zero(tmp_path: Path, baseline: Path) -> None:
+    for share, told in ((1 + 3e-6, "(+0.0003%)"), (1 - 1.2e-5, "(-0.0012%)")):
+        run = numbers().at_step(3, loss=share * numbers().records[2].loss).write(tmp_path / told)
+        verdict = gate(run, baseline, {"margins": ["loss=1e-6"]})
+        assert told in failed(verdict)["loss"] and told[2:-1] in render(verdict)
 
 
 def test_digits_count_from_the_first_significant_one(tmp_path: Path) -> None:
@@ -197,6 +205,38 @@ def test_another_topology_is_compared_by_what_all_have_alike(tmp_path: Path, bas
     assert failed(gate(_moved(run).write(tmp_path / "moved"), baseline, ignore=["topology"])).keys() == {"samples"}
     # At the same one everything else is compared.
     assert finding(gate(numbers().write(tmp_path / "same"), baseline, ignore=["topology"]), "time").passed
+
+
+def test_a_baseline_of_before_the_whole_split_was_told_is_read_alike(tmp_path: Path) -> None:
+    split = {**numbers().facts["split"], "context": 4}
+    before = {"context_parallel_algo": "hybrid_cp_algo", "ulysses_degree_in_cp": 2, "expert_model_parallel_size": 2, "sequence_parallel": True}
+    now = {"ring": 2, "expert": 2, "sequence_parallel": True, "vision_balance": False}
+    file = make(_facts(split={**split, **before})(numbers()).write(tmp_path / "old"), tmp_path / "b.json")
+    assert gate(_facts(split={**split, **now})(numbers()).write(tmp_path / "new"), file).passed
+    for key, value in (("ring", 4), ("expert", 1), ("sequence_parallel", False), ("vision_balance", True)):
+        run = _facts(split={**split, **now, key: value})(numbers()).write(tmp_path / key)
+        assert failed(gate(run, file)) == {"topology": f"another {key}: {value} in place of {now[key]}"}
+
+
+def test_copies_that_came_apart_are_told_by_what_most_ranks_have(tmp_path: Path, baseline: Path) -> None:
+    from tangram.training.rank_records import CopiesRecord
+
+    def with_copies(digests: list[str | None], norms: list[float]) -> Numbers:
+        told = {"grad_norm": norms, "grad_norm_with": [0] * RANKS, "copies": {"experts": CopiesRecord([0] * RANKS, digests)}}
+        return replace(numbers(), ranks=[replace(row, **told) for row in numbers().ranks])  # type: ignore[arg-type]
+
+    def found(name: str, run: Numbers) -> str | None:
+        return failed(gate(run.write(tmp_path / name), baseline, ignore=["ranks"])).get("replicas")
+
+    assert found("alike", with_copies(["a"] * 4, [2.0] * 4)) is None
+    assert found("not told", with_copies([None] * 4, [2.0] * 4)) is None
+    apart = found("apart", with_copies(["b", "a", "a", "c"], [2.0] * 4))
+    assert apart == "step 1: parameters of experts on ranks 0, 3 are no longer those on rank 1, of which they are copies; and 7 more"
+    norm = found("norm", with_copies(["a"] * 4, [2.1, 2.0, 2.0, 2.0]))
+    assert norm == "step 1: norm of the summed gradients is 2.1 on rank 0, 2 on rank 2; and 7 more"
+    # An old row tells neither, and a baseline keeps neither.
+    kept = json.loads(make(with_copies(["a"] * 4, [2.0] * 4).write(tmp_path / "made"), tmp_path / "b.json").read_text())
+    assert kept["ranks"]["1"].keys() == {"loss", "grad_norm", "shared_grad_norm", "shared_with"}
 
 
 def test_a_run_without_the_file_beside_it_fails_on_what_it_does_not_say(tmp_path: Path, baseline: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from tangram.align.gate.read_run import read_run
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Verdict
 from tangram.cli.main import main
+from tangram.training.records import MetricsFile
 from tests.align.gate_kit import numbers
 
 MEMORY = "[Rank 0] (after 1 iterations) memory (MB) | allocated: 19806.47 | max allocated: 21206.09 | reserved: 1.0 | max reserved: 2.0"
@@ -85,6 +89,99 @@ def test_faults_in_a_log_are_caught(old: str, new: str, check: str, text: str, o
     run.write_text("".join(f"[default7]:{line}\n" for line in OTHERS.replace(old, new).splitlines()))
     found = {finding.name: finding.found for finding in gate(run, file).failures}
     assert text in found[check], found
+
+
+BAR = "\rtraining  33%|###       | 1/3 [00:01<00:02]"
+RENDERED: dict[str, Callable[[str], str | bytes]] = {
+    "colours": lambda log: log.replace("loss:", "\x1b[1;32mloss\x1b[0m:").replace("iteration ", "\x1b]0;title\x07\x1b[2Kiteration "),
+    "a progress bar": lambda log: log.replace("\n", f"\n{BAR}\r"),
+    "CRLF": lambda log: log.replace("\n", "\r\n"),
+    "a mark of UTF-8": lambda log: "\ufeff" + log,
+    "UTF-16": lambda log: log.encode("utf-16"),
+    "gzip": lambda log: gzip.compress(log.encode()),
+    "gzip in two parts": lambda log: gzip.compress(log[:900].encode()) + gzip.compress(log[900:].encode()),
+    "bytes that are no text": lambda log: b"\xff\xe9\n" + log.encode().replace(b"some words", b"some w\xf6rds"),
+    "every rank writes every line": lambda log: "".join(f"[{rank}] {line}\n" for line in log.splitlines() for rank in range(3)),
+    "two lines in one": lambda log: log.replace("|\n [2025-12-01 10:00:02]", "| [2025-12-01 10:00:02]").replace("23000.0\n[Rank", "23000.0[Rank"),
+    "a table in JSON before it": lambda log: '{"model": 1}\n' + log,
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_log_is_read_however_it_was_kept(name: str, others: Path, tmp_path: Path) -> None:
+    file, kept = make(others, tmp_path / "b.json"), RENDERED[name](OTHERS)
+    (tmp_path / "kept.log").write_bytes(kept if isinstance(kept, bytes) else kept.encode())
+    verdict = gate(tmp_path / "kept.log", file, "exact")
+    assert verdict.passed and verdict.compared == 5 and not verdict.notes, verdict
+
+
+SPELLINGS = {"NaN": "nan", "-nan": "nan", "nan(ind)": "nan", "-1.#IND": "nan", "1.#INF": "inf", "-Infinity": "-inf"}
+
+
+@pytest.mark.parametrize(("text", "value"), SPELLINGS.items())
+def test_what_is_no_number_is_known_in_every_spelling(text: str, value: str, others: Path, tmp_path: Path) -> None:
+    file = make(others, tmp_path / "b.json")
+    others.write_text(OTHERS.replace("1.200050E+01", text))
+    found = {finding.name: finding.found for finding in gate(others, file).failures}
+    assert found == {"loss": f"step 2 is {value}"}
+    others.write_text(OTHERS.replace("1.200050E+01", "1200050e-05"))
+    assert gate(others, file).passed
+
+
+def test_the_last_line_of_a_killed_log_is_left_out(others: Path, tmp_path: Path) -> None:
+    """Cut inside the last number, the rest would be another number."""
+    file, cut = make(others, tmp_path / "b.json"), OTHERS.rindex("9.436471") + 4
+    others.write_text(OTHERS[:cut])
+    verdict = gate(others, file)
+    assert [finding.found for finding in verdict.failures] == ["the run lacks step 3"] and "the last line is cut off" in verdict.notes[0]
+    others.write_text(OTHERS.rstrip("\n"))
+    assert gate(others, file).passed
+
+
+def test_metrics_are_read_compressed_and_with_foreign_line_ends(tmp_path: Path) -> None:
+    metrics = numbers().write(tmp_path / "run")
+    file = make(metrics, tmp_path / "b.json")
+    for name in ("metrics.jsonl", "metrics.ranks.jsonl"):
+        text = (tmp_path / "run" / name).read_text()
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / f"{name}.gz").write_bytes(gzip.compress(("\ufeff" + text.replace("\n", "\r\n")).encode()))
+    verdict = gate(tmp_path / "run", file, "exact")
+    assert verdict.passed and verdict.compared == 15, verdict
+
+
+def test_files_of_two_runs_are_told_apart(tmp_path: Path) -> None:
+    run = numbers()
+    told = replace(run, ranks=[replace(row, loss_of_all=record.loss) for row, record in zip(run.ranks, run.records, strict=True)])
+    path = told.write(tmp_path)
+    assert read_run(path).ranks.keys() == set(range(1, 9))
+    MetricsFile(path).write(run.records[0])
+    assert len(read_run(path).steps) == 1
+    MetricsFile(path).write(replace(run.records[0], loss=3.0))
+    with pytest.raises(ValueError, match=r"line 2: of another run than metrics.jsonl: the loss of step 1 is 11.\d+ in one and 3.0"):
+        read_run(path)
+
+
+def test_ranks_that_fall_silent_are_told(tmp_path: Path) -> None:
+    run = numbers()
+    file = make(run.write(tmp_path / "a"), tmp_path / "b.json")
+    silent = replace(run, ranks=run.ranks[:5]).write(tmp_path / "c")
+    found = {finding.name: finding.found for finding in gate(silent, file).failures}
+    assert found == {"ranks": "the run does not say what each rank found in step 6 and 2 more"}
+
+
+def test_long_runs_are_read_line_by_line(others: Path, tmp_path: Path) -> None:
+    """Twice the steps take twice the time: nothing is looked up by going through all of them."""
+    from tangram.align.gate.page import MOST_POINTS, render_page
+
+    first, line = OTHERS.splitlines()[0], OTHERS.splitlines()[1]
+    others.write_text("\n".join([first, *(line.replace("1/       3", f"{step}/ 10000") for step in range(1, 10001))]) + "\n")
+    began = time.process_time()
+    file = make(others, tmp_path / "b.json")
+    base, run = read_baseline(file), read_run(others)
+    verdict = hold_against(run, base)
+    text = render_page(verdict, base.recorded, run)
+    assert verdict.passed and len(run.steps) == 10000 and time.process_time() - began < 20
+    assert text.count(",") < 9 * 2 * MOST_POINTS
 
 
 def test_a_log_that_was_started_again_counts_its_last_numbers(others: Path, tmp_path: Path) -> None:
@@ -175,6 +272,12 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "later schema": (beside(lambda lines: [lines[0].replace('"schema": 1', '"schema": 2'), *lines[1:]]), "schema 2, this Tangram reads 1"),
     "no schema": (beside(lambda lines: lines[1:]), "its first line has no schema"),
     "uneven lists": (beside(lambda lines: [lines[0], lines[1].replace("null, ", "", 1)]), "its lists have different lengths"),
+    "no whole line": (text(OTHERS[: OTHERS.index("1.205116")]), "not one whole line of a step"),
+    "damaged gzip": (text(b"\x1f\x8b" + b"x" * 20), "damaged gzip file"),
+    "a number too large": (text(ROW.replace("2.0", "1" * 400)), "line 1: loss is '1111"),
+    "odd copies": (beside(lambda lines: [lines[0], lines[1][:-1] + ', "copies": {"parameters": 3}}', *lines[2:]]), "copies is not as a run wr"),
+    "short copies": (beside(lambda lines: [lines[0], lines[1][:-1] + ', "grad_norm_with": [0, 0]}', *lines[2:]]), "lists have different lengths"),
+    "empty file beside": (beside(lambda lines: []), "metrics.ranks.jsonl: is empty"),
     "broken log": (text(OTHERS.replace("870.0", "fast")), "elapsed time per iteration (ms) is 'fast', expected a number"),
 }
 
@@ -210,6 +313,18 @@ def without(key: str) -> Callable[[Path], Path]:
     return write
 
 
+def edited(section: str, at: int | str, key: str, value: object) -> Callable[[Path], Path]:
+    """As by hand."""
+
+    def write(path: Path) -> Path:
+        content = json.loads(make(numbers().write(path.parent / "run"), path).read_text())
+        content[section][at][key] = value
+        path.write_text(json.dumps(content, indent=2))
+        return path
+
+    return write
+
+
 BAD_BASELINES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda path: path, "no such file"),
     "folder": (folder, "a folder; give the path of a file"),
@@ -224,6 +339,17 @@ BAD_BASELINES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "odd facts": (changed(facts=[1]), "damaged: facts is no mapping"),
     "odd settings": (changed(settings={"mode": "margin"}), "damaged: settings must hold mode, margins and warm_up"),
     "odd steps": (changed(steps=[{"step": 1}]), "damaged: 'loss' is missing"),
+    "a run": (text(ROW + ROW.replace("1,", "2,", 1)), "is a run, and a baseline is wanted; give the run first and the baseline second"),
+    "a run of one step": (text(ROW), "is a run, and a baseline is wanted"),
+    "a log": (text(OTHERS), "is a run, and a baseline is wanted"),
+    "a loss that is none": (edited("steps", 2, "loss", math.nan), "the loss of step 3 is nan; a baseline needs a loss that is a number"),
+    "a norm that is none": (edited("steps", 2, "grad_norm", "inf"), "the gradient norm of step 3 is inf, and the step was not skipped"),
+    "a time that is none": (edited("steps", 2, "step_ms", -1), "the time of step 3 is -1.0 ms"),
+    "a rank's number that is none": (edited("ranks", "3", "grad_norm", [1.0, math.nan, 1.0, 1.0]), "some rank found nan in step 3"),
+    "memory that is none": (edited("memory", "max allocated", "2", {"1": math.inf}), "max allocated of rank 2 is inf MB"),
+    "a margin that is none": (edited("settings", "margins", "loss", "nan"), "margin loss 'nan' must be a number from 0 up"),
+    "steps out of order": (edited("steps", 2, "step", 7), "damaged: step 4 follows step 7"),
+    "a number too large": (edited("steps", 2, "loss", 10**400), "loss is '1000"),
     "odd memory": (changed(memory={"x": {"0": {"1": None}}}), "damaged: a memory figure is null"),
 }
 
@@ -240,5 +366,23 @@ def test_a_baseline_that_cannot_be_read_is_one_line_and_status_2(name: str, tmp_
 def test_a_baseline_and_a_run_that_change_places_are_told(tmp_path: Path, others: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = make(others, tmp_path / "b.json")
     assert main(["gate", str(file), str(file)]) == 2 and "is a baseline; give the run first" in capsys.readouterr().err
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=4))
+    assert main(["gate", str(file), str(file)]) == 2 and "is a baseline; give the run first" in capsys.readouterr().err
     assert main(["baseline", "make", str(others), "-o", str(file)]) == 2 and "lies there already" in capsys.readouterr().err
     assert main(["baseline", "make", str(others), "-o", str(tmp_path)]) == 2 and "a folder; give the path of the file" in capsys.readouterr().err
+
+
+def test_what_is_read_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = numbers().write(tmp_path / "run")
+    before = metrics.read_bytes()
+    file = make(metrics, tmp_path / "b.json")
+    for run in (metrics, metrics.parent):
+        for out in (metrics, metrics.with_suffix(".ranks.jsonl")):
+            assert main(["baseline", "make", str(run), "-o", str(out), "--force"]) == 2
+            assert "the same file as RUN, which it would replace; give another name" in capsys.readouterr().err
+    for options in (["--json", str(metrics)], ["--html", str(file)], ["--json", str(tmp_path / "x"), "--html", str(tmp_path / "x")]):
+        assert main(["gate", str(metrics), str(file), *options]) == 2
+        assert "which it would replace" in capsys.readouterr().err
+    assert main(["baseline", "make", str(metrics), "-o", "/dev/null", "--force"]) == 2 and "no regular file" in capsys.readouterr().err
+    assert main(["baseline", "make", str(metrics), "-o", str(file / "below.json")]) == 2 and "b.json: File exists" in capsys.readouterr().err
+    assert metrics.read_bytes() == before

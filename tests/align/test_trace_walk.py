@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def trace(
     first: int = 0,
     width: int = 0,
     skipped: dict[str, str] | None = None,
+    media: Sequence[tuple[int, int, list[list[int]]]] = (),
 ) -> Path:
     """One rank's outputs ``[rows, features]``, in the order given, of which the features begin at ``first``."""
     writer = TraceWriter(folder, rank)
@@ -39,7 +41,7 @@ def trace(
     for number, ((name, what), tensor) in enumerate(values.items()):
         stored = writer.keep(tensor[table.real])
         writer.activation(name, what, stored, table, ((first, tensor.shape[1]),), width or tensor.shape[1], (0, number))  # type: ignore[arg-type]
-    writer.close(Facts(f"run {folder.name}", "fp32", ranks, skipped=skipped or {}))
+    writer.close(Facts(f"run {folder.name}", "fp32", ranks, skipped=skipped or {}, media=list(media)))
     return folder
 
 
@@ -65,6 +67,18 @@ def test_rows_compare_by_token_whatever_their_order_padding_and_rank(tmp_path: P
     (tmp_path / "b" / "trace_00002.json").unlink()
     with pytest.raises(CheckpointError, match="no whole trace: trace_00002.json is missing, which rank 2 writes when it has ended"):
         first_difference(ours, tmp_path / "b")
+
+
+def test_rows_of_pictures_get_keys_from_the_rank_that_has_their_samples(tmp_path: Path) -> None:
+    """Rank 0 encodes a picture of its own and one of rank 1, whose second only fills a schedule up."""
+    owners = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 1, 0]])
+    media = ([(0, 0, [[5, 3]])], [(1, 0, [[6, 2], [-1, -1]])])
+    trace(tmp_path / "b", {("x", "output"): some()}, ranks=2, rows=owners, media=media[0])
+    trace(tmp_path / "b", {}, rank=1, ranks=2, media=media[1])
+    ours = trace(tmp_path / "a", {("x", "output"): some()[:3]}, rows=torch.tensor([[5, 3, 0], [5, 3, 1], [6, 2, 0]]))
+    finding = first_difference(ours, tmp_path / "b")
+    assert finding.passed, finding.summary
+    assert finding.walks[0].steps[0].rows == 3
 
 
 def test_elements_that_no_rank_gave_differ(tmp_path: Path) -> None:

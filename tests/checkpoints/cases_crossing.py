@@ -134,7 +134,10 @@ def apart(engine: RunnableEngine, truth: Tensors) -> dict[str, float]:
     """By name, how far this rank's part of each parameter lies from ``truth``, norm-wise."""
     errors: dict[str, float] = {}
     for tensor in engine.canonical_parameters():
-        error = (tensor.local.double() - truth[tensor.name][window(tensor)].double()).norm() / truth[tensor.name].double().norm()
+        # What takes no part stays as it was drawn, and biases are drawn as zeros.
+        least = torch.finfo(torch.float32).tiny
+        error = (tensor.local.double() - truth[tensor.name][window(tensor)].double()).norm() / truth[tensor.name].double().norm().clamp(min=least)
+        # In this order what is no number stays.
         errors[tensor.name] = max(float(error), errors.get(tensor.name, 0.0))
     return errors
 

@@ -35,6 +35,7 @@ ALL: dict[str, Split | Sharded] = {
     **{name: split.model_copy(update={"distributed_optimizer": split.data * split.context > 1}) for name, split in SPLITS.items()},
     "TP2 x SP x DP2": Split(tensor=2, sequence_parallel=True, data=2, distributed_optimizer=True),
     "EP2 of DP4": Split(data=4, expert=2, distributed_optimizer=True),
+    "TP4 x SP, vision TP2": Split(tensor=4, sequence_parallel=True, vision_tensor=2),
     **FSDP2,
 }
 """Copies share out the optimizer's state, so that its stretches cut fused weights anywhere."""
@@ -44,10 +45,12 @@ OF_EXPERTS = ["EP2", "FSDP2 on 2, EP2", "PP2 x EP2", "FSDP2 on 4, EP2", "TP2 x S
 OTHERS = [
     *("PP2", "FSDP2", "PP3, uneven", "HSDP, 2 x 2", "PP4, vision and text over two stages each", "FSDP2 on 4", "CP2, ring", "TP2 x SP"),
     *("DP2 x PP2, vision balanced", "TP2 x SP x PP2 x CP2, ring", "CP4, hybrid", "TP2 x SP x PP2"),
+    *("TP4 x SP, vision TP2", "TP2, vision TP1", "TP2 x SP x PP2, vision TP1 over two stages"),
 ]
 """Ways to cut weights in which a family has nothing of its own, so one crosses them."""
 CROSSED = dict.fromkeys(FAMILIES, EACH) | {"qwen3_vl_moe": [*EACH, *OF_EXPERTS], "qwen3_vl": [*EACH, *OTHERS]}
-STEPPED = {"PP2 x VPP2, vision over two chunks", "FSDP2 on 2", "EP2"}
+STEPPED = {"TP2 x SP x DP2", "FSDP2 on 2", "PP2 x VPP2, vision over two chunks", "EP2", "TP4 x SP, vision TP2", "TP2, vision TP1"}
+"""Where a step shows whether what was loaded lies where the model looks for it: what is misplaced both ways is saved as it was loaded."""
 NOISE = "k_proj.bias"
 """Of keys that turn slowly, or not at all, most of the gradient is rounding, and Adam makes steps of that."""
 
@@ -57,7 +60,7 @@ def way(split: Split | Sharded) -> object:
     if isinstance(split, Sharded):
         return split
     layers = [split.vit_pp_layers, split.llm_pp_layers, split.pipeline, split.virtual]
-    return str([split.tensor, *layers, split.data * split.context, split.expert])
+    return str([split.tensor, split.vision_tensor, *layers, split.data * split.context, split.expert])
 
 
 def test_every_way_to_cut_is_crossed_by_a_family_that_runs_it() -> None:
@@ -70,6 +73,7 @@ def test_every_way_to_cut_is_crossed_by_a_family_that_runs_it() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_is_the_same_wherever_it_was_loaded_and_saved(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {} if family == "llava" else {"max_pixels": 56 * 56}
+    sizes |= {"kv_heads": 4} if "TP4 x SP, vision TP2" in CROSSED[family] else {}
     spec = TinySpec(hidden=32, vision_hidden=16, vocab=163, weight_std=0.1, **sizes)
     get_family(family).tiny(tmp_path / "hf", 0, family == "qwen2_5_vl", spec)
     subject = open_subject(tmp_path / "hf", tmp_path)
@@ -90,5 +94,6 @@ def test_a_checkpoint_is_the_same_wherever_it_was_loaded_and_saved(family: str, 
             assert facts["position"] == (STEPS, STEPS * SAMPLES, 1) and facts["schedule"] == [], name
             assert facts.get("saved", expected) == expected, name
             if number in stepped:
-                worst = max((error, key) for key, error in facts["later"].items() if not key.endswith(NOISE))
-                assert worst[0] <= 1e-6, (name, worst)
+                # Not the largest: what is no number is not larger than any.
+                apart = {key: error for key, error in facts["later"].items() if not (error <= 1e-6 or key.endswith(NOISE))}
+                assert not apart, (name, apart)

@@ -46,6 +46,15 @@ def put(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     content[path[-1]] = value
 
 
+def keep_heads(hf: dict[str, Any], path: tuple[str, ...]) -> None:
+    """The other sizes that a width of heads, or of the model, asks for."""
+    if path == ("head_dim",):
+        hf |= {"num_attention_heads": 2}
+        put(hf, ("rope_scaling", "mrope_section"), [2, 2, 4])
+    if path == ("hidden_size",):
+        hf |= {"head_dim": 8, "num_attention_heads": 8}
+
+
 def test_equal_configs_pass_and_training_choices_do_not_count(files: Files) -> None:
     files.text.update(pipeline_num_layers=[1, 3], freeze=True, init_method_std=0.01, attention_dropout=0.1)
     assert compare_with_hf(parse_model(files.model, "model.json"), files.hf_dir()) > 30
@@ -55,10 +64,7 @@ def test_equal_configs_pass_and_training_choices_do_not_count(files: Files) -> N
 def test_a_difference_names_the_key_and_both_values(files: Files, path: tuple[str, ...], value: Any, message: str) -> None:
     model = parse_model(files.model, "model.json")
     put(files.hf, path, value)
-    if path == ("head_dim",):
-        put(files.hf, ("rope_scaling", "mrope_section"), [2, 2, 4])
-    if path == ("hidden_size",):
-        put(files.hf, ("head_dim",), 8)
+    keep_heads(files.hf, path)
     with pytest.raises(ConfigError) as error:
         compare_with_hf(model, files.hf_dir())
     assert message in str(error.value)
@@ -89,10 +95,7 @@ def test_a_checkpoint_keeps_what_its_model_was(files: Files, path: tuple[str, ..
     """Most of these show in no tensor's shape. As JSON, since a manifest is."""
     model = parse_model(files.model, "model.json")
     put(files.hf, path, value)
-    if path == ("head_dim",):
-        put(files.hf, ("rope_scaling", "mrope_section"), [2, 2, 4])
-    if path == ("hidden_size",):
-        put(files.hf, ("head_dim",), 8)
+    keep_heads(files.hf, path)
     saved = json.loads(json.dumps(description(model_from_hf(files.hf_dir()))))
     with pytest.raises(ConfigError, match="this run's model is not the one that the checkpoint was trained as: ") as error:
         compare_with_description(model, saved, "iter_0000001")

@@ -47,6 +47,20 @@ def test_hugging_face_weights(files: Files) -> None:
     assert "text_decoder.layernorm_epsilon is 1e-05 but 1e-06 in" in fault(files, "--load", str(folder))
 
 
+def test_weights_of_another_type_than_the_run(files: Files) -> None:
+    folder = files.hf_dir()
+    safetensors(folder / "model.safetensors", 10**6)
+    assert fault(files, "--bf16", "--load", str(folder)) == (
+        f"load {folder}: holds 1 of 1 tensors in fp32, and the run is in bf16; set model.cast_weights (--cast-weights) to change them, or "
+        "training.dtype fp32"
+    )
+    assert not report(files, "--bf16", "--cast-weights", "--load", str(folder)).errors
+    split(files, [4, 0], [1, 3])
+    load = ["--load", str(mp_rank_directory(files, dtypes={"bfloat16": 3, "float32": 1}))]
+    assert "holds 3 of 4 tensors in bf16, and the run is in fp32; set model.cast_weights" in fault(files, *PP2, *load)
+    assert not report(files, *PP2, *load, "--cast-weights").errors
+
+
 def mp_rank_directory(files: Files, **changes: Any) -> Path:
     """An ``mp_rank`` directory converted for TP 1, text layers [1, 3], vision layers [4, 0]."""
     from tangram.checkpoints.manifest import MANIFEST

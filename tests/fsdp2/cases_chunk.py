@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp2.kit import PLAN, engine_of, read, write_run
 from tests.fsdp2.media import Rows
+from tests.largest import largest
 
 LAYERS = PLAN["apply_modules"]
 NORM = "model.language_model.norm"
@@ -77,4 +78,4 @@ def _error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     """Norm-wise; gradients that are zero but for rounding are measured by those of all parameters together."""
     assert set(found) == set(wanted)
     least = 1e-3 * float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
-    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(least)) for name in wanted)
+    return largest(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(least)) for name in wanted)

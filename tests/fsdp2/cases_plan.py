@@ -15,6 +15,7 @@ from tests.fsdp2.cases_media import compare
 from tests.fsdp2.kit import UNITS, engine_of, read, write_run
 from tests.fsdp2.media import Rows, dealt
 from tests.fsdp2.truth import truth, whole_gradients
+from tests.largest import largest
 
 FEW = ("text", "both", "image", "text")
 
@@ -80,7 +81,7 @@ def bf16(hf: Path, folder: Path) -> dict[str, Any]:
     apart = [float((gradients[name] - gradient).norm() / gradient.norm()) for name, gradient in expected.items() if gradient.norm() > 1e-3]
     return {
         "loss": abs(found.loss - loss) / loss,
-        "gradients": max(apart),
+        "gradients": largest(apart),
         "computed": sorted(str(one) for one in seen),
         "held": {str(parameter.dtype) for parameter in engine.parameters.values()},
     }

@@ -22,18 +22,18 @@ def _resident() -> int:
 
 
 def memory(hf: Path, folder: Path) -> dict[str, Any]:
-    """Build and write weights: how far memory grew at most, and the size of the whole model, MiB."""
+    """Build and write weights: how far memory grew at most, and the size of the whole model, MiB; and where this rank's dropout begins."""
     plan = {"parallel": {"fsdp_plan": {"apply_modules": UNITS}}, "training": {"random_init": True}}
     run = read(write_run(folder / f"rank_{os.environ['RANK']}", hf, plan))
     gc.collect()
     before = _resident()
     engine = Fsdp2Engine(run)
-    built = current().peak_memory() - before
+    built, seed = current().peak_memory() - before, torch.initial_seed() - run.training.seed
     for shard in engine.chunks[0][2].values():
         shard.fill_(0.01)
     filled = current().peak_memory() - before
     whole = sum(parameter.numel() for parameter in engine.parameters.values()) * 4
-    return {"whole": whole / MIB, "built": built / MIB, "filled": filled / MIB, "summary": engine.summary(6)}
+    return {"whole": whole / MIB, "built": built / MIB, "filled": filled / MIB, "summary": engine.summary(6), "seed": seed}
 
 
 def buffers(hf: Path, folder: Path) -> None:

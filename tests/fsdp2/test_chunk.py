@@ -19,6 +19,7 @@ from tangram.config.fsdp2 import Fsdp2Features
 from tangram.errors import ConfigError
 from tests.fsdp2.kit import real_batch
 from tests.fsdp2.media import Rows
+from tests.largest import largest
 from tests.ranks import on_ranks
 
 SMALL = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 16, "heads": 2, "kv_heads": 1, "vision_heads": 2}
@@ -54,7 +55,7 @@ def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Norm-wise. A gradient that is zero but for rounding (a key's bias shifts all scores of a softmax) is measured by the whole model's."""
     assert set(found) == set(wanted)
     least = 1e-3 * float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
-    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(least)) for name in wanted)
+    return largest(float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(least)) for name in wanted)
 
 
 @pytest.mark.compat
@@ -184,7 +185,7 @@ def test_thirty_steps_follow_those_of_whole_logits(small: Any) -> None:
             optimizer.step()
             curves[-1].append(loss.item())
     assert curves[1][-1] < curves[1][0] - 2
-    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 5e-7
+    assert largest(abs(a - b) for a, b in zip(*curves, strict=True)) < 5e-7
 
 
 def test_any_class_of_transformers_can_be_served() -> None:

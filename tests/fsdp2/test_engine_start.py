@@ -26,7 +26,7 @@ SIZES = {"text_layers": 2, "vision_layers": 2, "hidden": 32, "vision_hidden": 16
 TinyHF = Callable[..., Path]
 
 
-def test_no_rank_ever_holds_the_model(tiny_hf: TinyHF, tmp_path: Path) -> None:
+def test_no_rank_ever_holds_the_model_and_each_draws_dropout_from_its_own_seed(tiny_hf: TinyHF, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     shutil.copytree(tiny_hf("qwen2_5_vl", **SIZES), hf, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((hf / "config.json").read_text())
@@ -42,6 +42,7 @@ def test_no_rank_ever_holds_the_model(tiny_hf: TinyHF, tmp_path: Path) -> None:
         assert found["built"] < 0.25 * found["whole"], f"rank {rank}: {found}"
         assert found["filled"] < 0.75 * found["whole"], f"rank {rank}: {found}"
         assert "ranks: 1 copies x 2 shards" in found["summary"]
+        assert found["seed"] == 1_000_000 * rank, "the run's, and apart from other ranks'"
 
 
 @pytest.mark.compat

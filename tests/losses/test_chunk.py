@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tangram.errors import ConfigError
 from tangram.losses.chunk import chunked_loss
+from tests.largest import largest
 
 N, WIDTH, VOCAB, PADDED = 10, 8, 15, 18
 
@@ -65,7 +66,7 @@ def test_fp64_agrees_to_the_last_digits_although_one_logit_is_huge() -> None:
     loss.backward()
     wanted, *gradients = expected(hidden, weight, bias, targets, token_weights)
     assert loss.dtype == torch.float64
-    assert max(error(found, one) for found, one in zip([loss, *(leaf.grad for leaf in leaves)], [wanted, *gradients], strict=True)) < 1e-14
+    assert largest(error(found, one) for found, one in zip([loss, *(leaf.grad for leaf in leaves)], [wanted, *gradients], strict=True)) < 1e-14
 
 
 def test_sixteen_bits_are_summed_in_fp32_over_any_number_of_chunks() -> None:

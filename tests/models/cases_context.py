@@ -14,6 +14,7 @@ from tangram.models.context import ContextGroups, ring_tiles
 from tangram.models.context.ring import ring_attention
 from tangram.models.sequence import SequenceSplit
 from tangram.platform.operators import Segments, segment_attention
+from tests.largest import largest
 from tests.platform.attention_libraries import CALLS, install
 
 HEAD = 8
@@ -85,7 +86,7 @@ def worst_error(groups: ContextGroups, ring: int, case: dict[str, object]) -> fl
     real = split.context_positions() < length
     places = split.context_positions()[real]
     pairs = [(out.detach(), expected.detach()), *((mine.grad, part.grad) for mine, part in zip(own, whole, strict=True))]
-    return max(float((found[real] - wanted[places]).norm() / wanted.norm()) for found, wanted in pairs)
+    return largest(float((found[real] - wanted[places]).norm() / wanted.norm()) for found, wanted in pairs)
 
 
 CASES = {

@@ -15,6 +15,7 @@ from tangram.models.payload import activation_shapes, pack, payload_shape, unpac
 from tangram.models.rope import inverse_frequencies, text_angles
 from tangram.models.vlm import VLMModel
 from tangram.placement.topology import Topology
+from tests.largest import largest
 from tests.models.conftest import hf_config, make_hf, make_sample, run_hf
 from tests.models.test_against_hf import assemble, canonical_gradients, relative
 
@@ -52,7 +53,7 @@ def test_packed_rows_of_images_and_timed_videos_train_as_hugging_face(one_proces
         loss.backward()
         assert relative(loss, reference) < 1e-6
         gradients = canonical_gradients(built, placement, hf)
-        worst = max((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
+        worst = largest((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
         assert worst[0] < 1e-5, worst
 
 
@@ -85,7 +86,7 @@ def test_a_micro_batch_without_media_gives_the_vision_path_gradients_of_exactly_
     assert all(gradient is not None and not gradient.any() for gradient in vision.values())
     gradients = canonical_gradients(built, placement, hf)
     text = [(name, parameter) for name, parameter in hf.named_parameters() if not name.startswith("model.visual.")]
-    assert max(relative(gradients[name], parameter.grad) for name, parameter in text) < 1e-5
+    assert largest(relative(gradients[name], parameter.grad) for name, parameter in text) < 1e-5
 
 
 def recompute(method: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tangram.losses.modes import reduce_token_losses
 from tangram.models.attention import SegmentPlan
 from tangram.models.text_plan import packed_lengths
 from tangram.models.vlm import VLMModel
+from tests.largest import largest
 from tests.models.conftest import SPECIAL, hf_config, hf_positions, make_hf, make_sample, run_hf
 from tests.models.test_against_hf import assemble, canonical_gradients, relative
 
@@ -85,7 +86,7 @@ def test_packed_rows_train_as_samples_of_their_own_and_as_hugging_face(one_proce
         assert relative(packed_loss, loss) < 1e-6 and relative(packed_loss, reference) < 1e-6, loss_type
         assert all_relative(found, wanted) < 1e-6, loss_type
         gradients = canonical_gradients(built, placement, hf)
-        worst = max((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
+        worst = largest((relative(gradients[name], parameter.grad), name) for name, parameter in hf.named_parameters())
         assert worst[0] < 1e-5, (loss_type, worst)
 
 

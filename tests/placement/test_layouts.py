@@ -146,3 +146,6 @@ def test_uneven_and_virtual_stages_number_their_layers_in_order_of_execution() -
     assert topology.chunk(0, 1).text == range(1, 5)
     assert topology.chunk(3, 2).text == range(26, 28)
     assert topology.text_last_chunk is topology.chunk(3, 2)
+    topology = Topology.build(vision_layers=6, text_layers=4, vit_pp_layers=[[2, 2], [2, 0]], llm_pp_layers=[[0, 0], [1, 3]])
+    assert [chunk.vision for chunk in topology.order if chunk.has_vision] == [range(2), range(2, 4), range(4, 6)]
+    assert [chunk.vision_last for chunk in topology.order] == [False, False, True, False]

@@ -183,6 +183,9 @@ def test_one_product_where_it_is_asked_for_or_an_accelerator_has_it(monkeypatch:
     monkeypatch.setattr("tangram.config.experts.current", CudaPlatform)
     assert [runs_grouped(decoder(wanted), tensor=2, itemsize=4) for wanted in (True, False, None)] == [True, False, True]
     assert not runs_grouped(decoder(None), tensor=2, itemsize=2)
+    assert not runs_grouped(decoder(None), tensor=2, itemsize=4, deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic mode, and no kernel of grouped products on cuda promises the same bits each time; set"):
+        runs_grouped(decoder(True), tensor=2, itemsize=4, deterministic=True)
     operator._load.cache_clear()
 
 

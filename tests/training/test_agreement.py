@@ -45,6 +45,16 @@ def test_ranks_of_one_copy_that_were_given_different_samples_end_the_run() -> No
         totals_of([share([batch([1])], 0), share([batch([2])], 1), share([batch([3])], 1)], 1, step=7)
 
 
+def test_ranks_of_one_copy_that_were_given_other_tokens_end_the_run() -> None:
+    """As where a node has an older copy of the data: the numbers of the samples are the same."""
+    tokens = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[-100, 6, 7]])}
+    swapped, unlearnt = (tokens | {name: torch.tensor([row])} for name, row in (("input_ids", [5, 7, 6]), ("labels", [-100, -100, 7])))
+    assert totals_of([share([batch([1]) | tokens])] * 2, 2, step=7).samples == 1
+    for other in (swapped, unlearnt):
+        with pytest.raises(DataError, match="step 7: ranks 0 and 1 are of one copy of the model and were given different tokens; give every node"):
+            totals_of([share([batch([1]) | tokens]), share([batch([1]) | other])], 2, step=7)
+
+
 def test_data_without_ids_have_no_digest() -> None:
     named, nameless = batch([1, 2]), {"attention_mask": torch.ones(2, 3)}
     assert totals_of([share([named]), share([nameless], 1)], 1, step=1).samples_digest is None

@@ -144,3 +144,28 @@ def test_a_picture_that_one_rank_cannot_read_ends_all_in_the_middle_of_training(
     assert line.count(": error: ") == 1
     steps = (folder / "metrics").read_text().splitlines()
     assert len(steps) == 2, "samples 0..15 were trained on"
+
+
+OLDER_COPY = """
+import os, sys
+
+if __name__ == "__main__":
+    from tangram.cli.main import main
+    words = sys.argv[1:]
+    sys.exit(main([*words, "data.dataset_param.basic_parameters.dataset=older/data.json"] if os.environ["RANK"] == "1" else words))
+"""
+
+
+def test_a_node_with_an_older_copy_of_the_data(trial: Trial, folder: Path) -> None:
+    """As many samples with as many tokens: nothing would miss a tensor, and the halves of the model would see other words."""
+    older = trial.folder / "older" / "data.json"
+    older.parent.mkdir(exist_ok=True)
+    older.write_text((trial.folder / "data.json").read_text().replace("What is 7?", "What is 8?"))
+    folder.mkdir()
+    (folder / "older.py").write_text(OLDER_COPY)
+    outcome = run(folder, [str(folder / "older.py"), "train", str(trial.run_file), *split(2)], 2)
+    assert sorted(map(str, outcome.codes)) == ["1", "2"] and "Traceback" not in outcome.output, outcome.output[-2000:]
+    assert len(outcome.errors()) == 1, outcome.errors()
+    size = older.stat().st_size
+    assert f"files of the train data, file 1: {size} bytes, " in outcome.errors()[0]
+    assert outcome.errors()[0].endswith(" on rank 1; give every node the same files")

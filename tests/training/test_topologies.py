@@ -1,4 +1,7 @@
-"""Training gives the same numbers at every split: the real command on real data, more than an epoch of it, fp32."""
+"""Training over four ranks, and more than an epoch, gives the numbers of one process: the real command on real data, fp32.
+
+Splits over two ranks are held to stored numbers, for every family (``tests/baselines``).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.largest import largest
 from tests.trial import Record, Trial, run, split, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -18,14 +22,10 @@ RUN = [f"training.train_iters={STEPS}", "training.lr=3.0e-3", "training.lr_decay
 SPLITS = {
     "pipeline": (split(1, [4, 0], [1, 3]), 2),
     "tensor and pipeline": (split(2, [4, 0], [2, 2]), 4),
-    "virtual stages": (split(1, [[2, 2], [0, 0]], [[0, 0], [1, 3]]), 2),
-    "vision over two stages": (split(1, [2, 2], [0, 4]), 2),
-    "two copies, distributed optimizer": (split(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True), 2),
     "tensor, two copies, distributed optimizer": (split(2, use_distributed_optimizer=True), 4),
-    "ring, distributed optimizer": (split(context_parallel_size=2, context_parallel_algo="megatron_cp_algo", use_distributed_optimizer=True), 2),
 }
-TIED = ["tensor and pipeline", "virtual stages", "two copies, distributed optimizer"]
-"""Splits that tie embeddings and draw random weights, each in another way: on two stages, on two of several chunks, in copies."""
+TIED = ["tensor and pipeline"]
+"""Of these also with tied embeddings, on two stages, and random weights."""
 RANDOM = ["model.load=null", "training.seed=7"]
 
 Curves = Callable[[bool, bool], list[Record]]
@@ -46,7 +46,7 @@ def one_process(trials: Callable[[bool], Trial], tmp_path_factory: pytest.TempPa
 
 def worst(found: list[Record], expected: list[Record], key: str) -> float:
     """Largest relative difference at any step."""
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
+    return largest(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

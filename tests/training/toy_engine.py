@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, Copies, ForwardResult, StepResult
 
 
 class LinearEngine:
@@ -40,6 +40,9 @@ class LinearEngine:
     def evaluate(self, micro_batches: Sequence[Batch]) -> ForwardResult:
         errors = self._errors(micro_batches)
         return ForwardResult(float(errors.mean()), len(errors), len(errors))
+
+    def copies(self) -> Mapping[str, Copies]:
+        return {}
 
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:

@@ -8,7 +8,7 @@ from tangram.align.gate.baseline import Baseline
 from tangram.align.gate.compare_facts import compare_facts, machine_notes
 from tangram.align.gate.compare_ranks import compare_ranks, compare_replicas
 from tangram.align.gate.compare_resources import compare_memory, compare_time, slow_steps
-from tangram.align.gate.numbers import Tolerance, shown
+from tangram.align.gate.numbers import Tolerance, by_percent, shown
 from tangram.align.gate.recorded import Recorded, Step, is_finite
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Finding, Verdict
@@ -102,9 +102,10 @@ def _curve(name: str, base: Recorded, run: Recorded, settings: Settings, value: 
         return Finding(name, None, found="the baseline has none")
     tolerance = Tolerance.of(settings, name)
     worst, faults, compared = (-1.0, "", ""), [], 0
+    theirs_by_step = base.by_step
     for step in run.steps:
         # Where the baseline skipped a step too, a number that is none is what it had.
-        there = base.by_step.get(step.step)
+        there = theirs_by_step.get(step.step)
         if value(step)[0] is not None and not is_finite(value(step)[0]) and (there is None or is_finite(value(there)[0])):
             faults.append(f"step {step.step} is {value(step)[0]}")
     for mine, theirs in _common(base, run):
@@ -120,7 +121,7 @@ def _curve(name: str, base: Recorded, run: Recorded, settings: Settings, value: 
             continue
         deviation = (b - a) / abs(a) if a else b - a
         if not tolerance.holds(a, b, unit_a, unit_b):
-            faults.append(f"step {mine.step} is {shown(b)}, in the baseline {shown(a)} ({deviation:+.2%})")
+            faults.append(f"step {mine.step} is {shown(b)}, in the baseline {shown(a)} ({by_percent(deviation, '+')})")
         if abs(deviation) > worst[0]:
             worst = (abs(deviation), shown(a), shown(b))
     if not compared:
@@ -128,4 +129,4 @@ def _curve(name: str, base: Recorded, run: Recorded, settings: Settings, value: 
     found = "" if not faults else faults[0] + (f"; and {len(faults) - 1} more steps" if len(faults) > 1 else "")
     if not faults and any(value(mine)[0] is not None and value(theirs)[0] is None for mine, theirs in _common(base, run)):
         found, faults = "the run lacks it in some steps", ["missing"]
-    return Finding(name, not faults, *worst[1:], "" if worst[0] < 0 else f"{worst[0]:.2%}", str(tolerance), found)
+    return Finding(name, not faults, *worst[1:], "" if worst[0] < 0 else by_percent(worst[0]), str(tolerance), found)

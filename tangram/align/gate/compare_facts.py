@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tangram.align.gate.recorded import Recorded
@@ -20,8 +21,27 @@ GROUPS: Mapping[str, Sequence[str]] = {
 """Finding -> keys of ``tangram.training.run_facts.facts_of``."""
 
 
+def told_alike(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Facts as a run of today tells them. Runs of the megatron backend once told experts, rings, sequence parallelism and balance of vision work by
+    the keys of their run file, where these were not the default."""
+    split = facts.get("split")
+    if facts.get("backend") != "megatron" or not isinstance(split, Mapping) or "ring" in split or "tensor" not in split:
+        return facts
+    split = dict(split)
+    algorithm, degree = split.pop("context_parallel_algo", "ulysses_cp_algo"), split.pop("ulysses_degree_in_cp", 1)
+    split.pop("vision_tensor_model_parallel_size", None)
+    ways = {
+        "ring": 1 if algorithm == "ulysses_cp_algo" else split.get("context", 1) // degree,
+        "expert": split.pop("expert_model_parallel_size", 1),
+        "sequence_parallel": split.pop("sequence_parallel", False),
+        "vision_balance": split.pop("encoder_dp_balance", False),
+    }
+    return {**facts, "split": {**split, **ways}}
+
+
 def compare_facts(base: Recorded, run: Recorded) -> dict[str, Callable[[], Finding]]:
     """A comparison per group."""
+    base, run = (replace(one, facts=[told_alike(facts) for facts in one.facts]) for one in (base, run))
     return {name: _group(name, keys, base, run) for name, keys in GROUPS.items()}
 
 

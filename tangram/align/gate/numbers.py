@@ -54,3 +54,8 @@ def in_percent(margin: Margin) -> str:
 def shown(value: float | None) -> str:
     """Seven significant digits."""
     return "none" if value is None else f"{value:.7g}"
+
+
+def by_percent(deviation: float, sign: str = "") -> str:
+    """``1.25%``, with two digits of what would be 0.00%; ``sign`` "+" writes one before positive numbers too."""
+    return f"{deviation:{sign}.2%}" if deviation == 0 or not abs(deviation) < 5e-5 else f"{100 * deviation:{sign}.2g}%"

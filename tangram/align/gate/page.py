@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 from tangram.align.gate.recorded import Recorded, Step, is_finite
 from tangram.align.gate.render import mark
@@ -12,6 +13,7 @@ from tangram.report_page import page, section
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 64, 24, 10
 """Of a curve, in the units of its SVG."""
+MOST_POINTS = 3000
 STYLE = """
 .curves { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; }
 svg.curve { width: 100%; height: auto; background: #fbfcfe; border: 1px solid var(--line); border-radius: 8px; }
@@ -49,7 +51,7 @@ def render_page(verdict: Verdict, base: Recorded, run: Recorded) -> str:
 
 def _pair(name: str, value: Callable[[Step], float | None], base: Sequence[Step], run: Sequence[Step]) -> str:
     """The baseline's curve on the left, the run's on the right, on the same axes; the right one has the left one behind it."""
-    series = [[(step.step, value(step)) for step in steps] for steps in (base, run)]
+    series = [_thinned([(step.step, value(step)) for step in steps]) for steps in (base, run)]
     finite = [(step, number) for points in series for step, number in points if number is not None and is_finite(number)]
     if not finite:
         return ""
@@ -57,6 +59,21 @@ def _pair(name: str, value: Callable[[Step], float | None], base: Sequence[Step]
     left = frame.svg("baseline", [("baseline", series[0])])
     right = frame.svg("run, before the baseline in grey", [("baseline", series[0]), ("run", series[1])])
     return f'<h3>{html.escape(name)}</h3><div class="curves">{left}{right}</div>'
+
+
+def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+    """No more points than a curve can show: of each stretch the lowest, the highest, and a number that is none."""
+    if len(points) <= MOST_POINTS:
+        return points
+    length = -(-len(points) // (MOST_POINTS // 3))
+    kept = []
+    for start in range(0, len(points), length):
+        stretch = points[start : start + length]
+        finite = [point for point in stretch if is_finite(point[1])]
+        odd = [point for point in stretch if not is_finite(point[1])][:1]
+        ends = [min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))] if finite else []
+        kept += sorted({*ends, *odd}, key=itemgetter(0))
+    return kept
 
 
 class Frame:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tangram.align.gate.read_text import read_text, without_gzip
 from tangram.align.gate.recorded import RankStep, Recorded, Step
 from tangram.errors import ConfigError
 from tangram.training.rank_records import SCHEMA, ranks_path
@@ -30,10 +32,12 @@ def read_metrics(path: Path, text: str) -> Recorded:
     for number, (before, after) in enumerate(pairwise(steps), 2):
         if after.step <= before.step:
             raise ConfigError(f"{path}, line {number}: step {after.step} follows step {before.step}; give the file of one run")
-    beside = ranks_path(path)
-    if not beside.is_file():
+    beside = ranks_path(without_gzip(path))
+    if not beside.exists() and (packed := beside.with_name(f"{beside.name}.gz")).exists():
+        beside = packed
+    if not beside.exists():
         return Recorded(str(path), "metrics", steps, notes=[*notes, f"{beside.name} is missing, which says what the run was; keep the two together"])
-    ranks, more = parse_lines(beside, beside.read_text(encoding="utf-8", errors="replace"))
+    ranks, more = parse_lines(beside, read_text(beside))
     return _with_ranks(path, beside, steps, ranks, [*notes, *more])
 
 
@@ -43,15 +47,17 @@ def parse_lines(path: Path, text: str) -> tuple[list[dict[str, Any]], list[str]]
     Raises:
         ConfigError: another line is no JSON object.
     """
-    lines = text.splitlines()
+    lines = text.split("\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
+        if not line or line.isspace():
+            continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            if number == len(lines) and not text.endswith("\n"):
+            if number == len(lines):
                 return rows, [f"{path.name}: the last line is cut off, as a killed run leaves it, and is left out"]
             raise ConfigError(f"{path}, line {number}: no JSON object ({line[:40]!r}); give the file as the run wrote it")
         rows.append(row)
@@ -66,11 +72,12 @@ def number(value: Any, where: str, name: str) -> float | None:
     """
     if value is None:
         return None
-    if value in ("nan", "inf", "-inf"):
+    if isinstance(value, str) and value.lower() in ("nan", "inf", "-inf", "infinity", "-infinity"):
         return float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{where}: {name} is {value!r}, expected a number; give the file as the run wrote it")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with suppress(OverflowError):
+            return float(value)
+    raise ConfigError(f"{where}: {name} is {str(value)[:40]!r}, expected a number; give the file as the run wrote it")
 
 
 def whole(value: Any, where: str, name: str) -> int:
@@ -105,7 +112,7 @@ def _with_ranks(path: Path, beside: Path, steps: Sequence[Step], rows: Sequence[
             raise ConfigError(f"{beside}: damaged: a line of schema {SCHEMA} lacks facts or config; run again")
     if not heads or "schema" not in rows[0]:
         raise ConfigError(f"{beside}: damaged: its first line has no schema; run again")
-    last = steps[-1].step
+    last, losses = steps[-1].step, {step.step: step.loss for step in steps}
     ranks: dict[int, RankStep] = {}
     memory: dict[int, dict[int, float]] = {}
     for line, row in enumerate(rows, 1):
@@ -113,17 +120,41 @@ def _with_ranks(path: Path, beside: Path, steps: Sequence[Step], rows: Sequence[
         if "schema" in row or (step := whole(row.get("step"), where, "step")) > last:
             # A step that a killed run did not bring to its line of metrics.
             continue
+        if (told := number(row.get("loss_of_all"), where, "loss_of_all")) is not None and str(told) != str(losses.get(step, told)):
+            raise ConfigError(f"{where}: of another run than {path.name}: the loss of step {step} is {told} in one and {losses[step]} in the other")
         columns = {name: _column(row.get(name), where, name) for name in ("loss", "grad_norm", "shared_grad_norm", "peak_memory_mb", "shared_with")}
         if len({len(column) for column in columns.values()}) != 1:
             raise ConfigError(f"{where}: damaged: its lists have different lengths; run again")
         groups = [whole(value, where, "shared_with") for value in row["shared_with"]]
-        ranks[step] = RankStep(columns["loss"], columns["grad_norm"], columns["shared_grad_norm"], groups)
+        ranks[step] = RankStep(
+            columns["loss"], columns["grad_norm"], columns["shared_grad_norm"], groups, *_copies(row, len(groups), where)
+        )
         for rank, value in enumerate(columns["peak_memory_mb"]):
             if value is not None:
                 memory.setdefault(rank, {})[step] = value
     facts = [head["facts"] for head in heads]
     figure = ON_CPU if facts[-1].get("platform") == "cpu" else ON_DEVICE
     return Recorded(str(path), "metrics", steps, facts, heads[-1]["config"], ranks, {figure: memory} if memory else {}, notes)
+
+
+def _copies(row: Mapping[str, Any], ranks: int, where: str) -> tuple[list[int | None], dict[str, tuple[list[int], list[str | None]]]]:
+    """Which ranks hold the same gradients, and digests of parameters that several hold; a run of before they were told has neither.
+
+    Raises:
+        ConfigError: they are not as a run writes them.
+    """
+    told, copies = row.get("grad_norm_with", []), row.get("copies", {})
+    try:
+        same = [None if value is None else whole(value, where, "grad_norm_with") for value in told]
+        held = {
+            str(kind): ([whole(value, where, "held_with") for value in of["held_with"]], [None if one is None else str(one) for one in of["digest"]])
+            for kind, of in copies.items()
+        }
+    except (AttributeError, KeyError, TypeError):
+        raise ConfigError(f"{where}: damaged: grad_norm_with or copies is not as a run writes it; run again") from None
+    if len(same) not in (0, ranks) or any(len(column) != ranks for pair in held.values() for column in pair):
+        raise ConfigError(f"{where}: damaged: its lists have different lengths; run again")
+    return same, held
 
 
 def _column(values: Any, where: str, name: str) -> list[float | None]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step, or one line of a log, which stands for the steps since the line before. None: not known."""
 
     step: int
@@ -33,6 +32,10 @@ class RankStep:
     grad_norm: Sequence[float | None]
     shared_grad_norm: Sequence[float | None]
     shared_with: Sequence[int]
+    grad_norm_with: Sequence[int | None] = ()
+    """Empty: no rank holds those of another, or it is not told, as in baselines, which do not need it."""
+    copies: Mapping[str, tuple[Sequence[int], Sequence[str | None]]] = field(default_factory=dict)
+    """By kind of parameters: which ranks hold the same, and the digests of theirs."""
 
 
 Memory = Mapping[str, Mapping[int, Mapping[int, float]]]

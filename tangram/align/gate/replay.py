@@ -12,6 +12,7 @@ import yaml
 from tangram.align.gate.baseline import Baseline
 from tangram.align.gate.read_run import METRICS_FILE
 from tangram.align.gate.replay_backend import to_fsdp2, to_megatron
+from tangram.align.gate.replay_split import Wishes, split_fsdp2, split_megatron
 from tangram.config.run import RunConfig
 from tangram.config.yaml_config import dump, read_run
 from tangram.errors import ConfigError
@@ -25,22 +26,6 @@ NOT_AGAIN = (
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the replay has otherwise; None: as the baseline."""
-
-    tensor: int | None = None
-    pipeline: int | None = None
-    data: int | None = None
-    backend: str | None = None
-    settings: Sequence[str] = ()
-    """``section.key=value`` of the run file, such as paths of another machine."""
-
-    @property
-    def other_topology(self) -> bool:
-        return any(value is not None for value in (self.tensor, self.pipeline, self.data, self.backend))
-
-
-@dataclass(frozen=True)
 class Replay:
     """A run file that lies in its folder, and the processes that it needs."""
 
@@ -48,25 +33,41 @@ class Replay:
     processes: int
     accumulation: int
     """Micro-batches of a step on each data-parallel rank."""
+    changes: Sequence[str] = ()
+    """Keys of ``parallel`` that are others than the baseline's."""
 
     @property
     def run_file(self) -> Path:
         return self.folder / RUN_FILE
 
 
-def prepare(baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
+def prepare(baseline: Baseline, wishes: Wishes, folder: Path, base: Path | None = None) -> Replay:
     """Write the run file of the replay.
+
+    Args:
+        base: folder that relative paths of the baseline and of the wishes start from; None: the working directory.
 
     Raises:
         ConfigError: the baseline does not hold the run, it was not run from its run file alone, or the wishes do not fit it.
     """
     content = _content(baseline)
+    try:
+        return _prepare(content, baseline, wishes, folder, base)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"the baseline: damaged: in its run file or facts {what}; make the baseline again") from None
+
+
+def _prepare(content: dict[str, Any], baseline: Baseline, wishes: Wishes, folder: Path, base: Path | None) -> Replay:
     facts = baseline.recorded.facts[0]
     backend = wishes.backend or content["backend"]
-    copies = wishes.data or facts["split"]["data_parallel"]
+    copies, baseline_backend = wishes.data or facts["split"]["data_parallel"], content["backend"]
     _again(content, folder, baseline.recorded.steps[-1].step)
     if backend != content["backend"]:
         content = to_fsdp2(content, facts) if backend == "fsdp2" else to_megatron(content, facts)
+    before = dict(content["parallel"])
     micro = _micro_batch_size(content, wishes.settings)
     accumulation, rest = divmod(facts["global_batch_size"], micro * copies)
     if rest:
@@ -74,21 +75,29 @@ def prepare(baseline: Baseline, wishes: Wishes, folder: Path) -> Replay:
             f"the baseline's global batch of {facts['global_batch_size']} is no multiple of micro_batch_size {micro} x {copies} data-parallel ranks; "
             "choose another --dp, or give training.micro_batch_size=N"
         )
-    if backend == "fsdp2":
-        _split_fsdp2(content, wishes, copies, accumulation)
-    else:
-        _split_megatron(content, wishes, facts["global_batch_size"])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUN_FILE
-    path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=150), encoding="utf-8")
     try:
-        run = read_run(path, wishes.settings)
+        if backend == "fsdp2":
+            split_fsdp2(content, wishes, copies, accumulation)
+        else:
+            content["training"] |= {"global_batch_size": facts["global_batch_size"], "gradient_accumulation_steps": 1}
+            split_megatron(content, wishes, copies, accumulation, lambda: _written(content, path, wishes.settings, base).assembled_model())
+        run = _written(content, path, wishes.settings, base)
         processes = _ranks_of_a_copy(run) * copies
-    except ConfigError:
-        path.unlink()
+    except Exception:
+        path.unlink(missing_ok=True)
         raise
     path.write_text(dump(run), encoding="utf-8")
-    return Replay(folder, processes, accumulation)
+    after = content["parallel"]
+    changes = [f"parallel.{key} {after[key]} (in the baseline {before.get(key)})" for key in after if after[key] != before.get(key)]
+    return Replay(folder, processes, accumulation, changes if backend == baseline_backend else ())
+
+
+def _written(content: dict[str, Any], path: Path, settings: Sequence[str], base: Path | None) -> RunConfig:
+    """The run of a run file as it stands."""
+    path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=150), encoding="utf-8")
+    return read_run(path, settings, base or Path.cwd())
 
 
 def _content(baseline: Baseline) -> dict[str, Any]:
@@ -102,7 +111,10 @@ def _content(baseline: Baseline) -> dict[str, Any]:
         )
     if recorded.steps[0].step != 1:
         raise ConfigError(f"{where} begins with step {recorded.steps[0].step}: the run went on from a checkpoint; make one of a run from its start")
-    content = yaml.safe_load(recorded.config)
+    try:
+        content = yaml.safe_load(recorded.config)
+    except yaml.YAMLError:
+        content = None
     if not isinstance(content, dict) or content.get("backend") not in ("megatron", "fsdp2"):
         raise ConfigError(f"{where}: damaged: its config is no run file; make the baseline again")
     return content
@@ -124,42 +136,6 @@ def _micro_batch_size(content: dict[str, Any], settings: Sequence[str]) -> int:
         if key.strip() == "training.micro_batch_size" and value.strip().isdecimal() and int(value):
             return int(value)
     return int(content["training"].get("micro_batch_size", 1))
-
-
-def _split_megatron(content: dict[str, Any], wishes: Wishes, batch: int) -> None:
-    parallel, training, model = content["parallel"], content["training"], content["model"]
-    training |= {"global_batch_size": batch, "gradient_accumulation_steps": 1}
-    if wishes.tensor is not None:
-        parallel["tensor_model_parallel_size"] = wishes.tensor
-        parallel["sequence_parallel"] = parallel.get("sequence_parallel", False) and wishes.tensor > 1
-    if wishes.pipeline is not None:
-        described = model["config"]
-        vision, text = (described.get("image_encoder") or {}).get("vision_encoder"), described["text_decoder"]
-        for component in (vision, text):
-            if component is not None:
-                component["pipeline_num_layers"] = None
-        stages = wishes.pipeline
-        if text["num_layers"] < stages:
-            raise ConfigError(f"--pp {stages}: the text decoder has {text['num_layers']} layers; give a smaller one")
-        # The vision encoder lies on the first stage, and text layers evenly, the later stages taking what is over.
-        share, over = divmod(text["num_layers"], stages)
-        parallel |= {
-            "pipeline_model_parallel_size": stages,
-            "virtual_pipeline_model_parallel_size": None,
-            "vit_pp_layers": [vision["num_layers"], *[0] * (stages - 1)] if vision is not None and stages > 1 else None,
-            "llm_pp_layers": [share + (stage >= stages - over) for stage in range(stages)] if stages > 1 else None,
-        }
-
-
-def _split_fsdp2(content: dict[str, Any], wishes: Wishes, copies: int, accumulation: int) -> None:
-    if wishes.tensor is not None or wishes.pipeline is not None:
-        raise ConfigError("--tp, --pp: not of the fsdp2 backend, which shards over data-parallel ranks; give --dp alone")
-    parallel = content["parallel"]
-    content["training"]["gradient_accumulation_steps"] = accumulation
-    parallel["data_parallel_size"] = copies
-    shard = parallel.get("fully_shard_parallel_size", "auto")
-    if wishes.data is not None and shard != "auto" and copies * parallel.get("ulysses_parallel_size", 1) % shard:
-        parallel["fully_shard_parallel_size"] = "auto"
 
 
 def _ranks_of_a_copy(run: RunConfig) -> int:

@@ -15,7 +15,8 @@ from tangram.align.trace.rows import Medium, RowTable, VisionRows, media_keys, t
 from tangram.align.trace.seen import ALL, Chosen, Features, Port, Region, Seen, composite_name, projector_regions
 from tangram.align.trace.store import Facts, TraceWriter
 from tangram.backends.engine import Batch, ForwardResult
-from tangram.backends.megatron.engine import LocalChunk, MegatronEngine
+from tangram.backends.megatron.chunks import LocalChunk
+from tangram.backends.megatron.engine import MegatronEngine
 from tangram.models.media_balance import BalancedMedia
 from tangram.models.media_share import MediaShare
 from tangram.models.regions import split_of
@@ -63,8 +64,20 @@ class MegatronTrace:
         scale = self.engine.loss_scale * max(result.weight, 1)
         self.facts.gradient_scale = 1 / scale
         self.facts.skipped = {**skipped, **self.facts.skipped}
+        self.facts.frozen = sorted(_frozen(self.engine))
         write_parameters(self.writer, self.engine, self.chosen)
         self.writer.close(self.facts)
+
+
+def _frozen(engine: MegatronEngine) -> set[str]:
+    """Canonical names of this rank's parameters that are not trained, and have no gradient, not even zeros."""
+    return {
+        source.name
+        for chunk in engine.chunks
+        for name, tensor in chunk.placement.tensors.items()
+        for source in tensor.sources
+        if not (chunk.parameters[name].requires_grad or getattr(chunk.parameters[name], "idle", False))
+    }
 
 
 def _roots(engine: MegatronEngine) -> list[Any]:

@@ -63,7 +63,7 @@ class Trace:
                     content = json.loads(line)
                     self._lines[content["name"], content["what"]].append((rank, content))
         self._open: dict[Path, Any] = {}
-        self._known: dict[tuple[tuple[int, int, str], ...], tuple[Tensor, list[Tensor]]] = {}
+        self._known: dict[tuple[tuple[int, int, str], ...], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._media = {(data, number): torch.tensor(keys, dtype=torch.int64) for facts in self.facts for data, number, keys in facts.media}
 
     @property
@@ -133,24 +133,29 @@ class Trace:
             found[mine] = torch.cat([self._media[data, number][keys[mine, 2]], keys[mine, 3:]], dim=1)
         return found
 
-    def _rows(self, tables: tuple[tuple[int, int, str], ...]) -> tuple[Tensor, list[Tensor]]:
-        """Keys of all rows of some tables, in ascending order, and where in them those of each table stand. Many records have the same tables."""
+    def _rows(self, tables: tuple[tuple[int, int, str], ...]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Keys of all rows of some tables, in ascending order; and of each table which rows are of the batch, and where among the keys those stand.
+
+        Many records have the same tables. Pictures of a micro-batch that fills a schedule up are of no sample.
+        """
         if tables not in self._known:
             parts = [self._keys(rank, [part, key]) for rank, part, key in tables]
-            keys, places = torch.unique(torch.cat(parts), dim=0, return_inverse=True)
-            self._known[tables] = keys, list(places.split([len(part) for part in parts]))
+            real = [(part[:, 0] != NOTHING).nonzero()[:, 0] for part in parts]
+            keys, places = torch.unique(torch.cat([part[rows] for part, rows in zip(parts, real, strict=True)]), dim=0, return_inverse=True)
+            self._known[tables] = keys, list(zip(real, places.split([len(rows) for rows in real]), strict=True))
             if len(self._known) > KEPT_TABLES:
                 del self._known[next(iter(self._known))]
         return self._known[tables]
 
     def _activation(self, event: Event, lines: list[tuple[int, dict[str, Any]]]) -> Record:
-        keys, places = self._rows(tuple((rank, *line["rows"]) for rank, line in lines))
+        keys, tables = self._rows(tuple((rank, *line["rows"]) for rank, line in lines))
         whole = _Whole((len(keys), lines[0][1]["width"]))
-        for (rank, line), rows in zip(lines, places, strict=True):
-            values = self._tensor(rank, Stored(line["part"], line["key"])).float()
+        for (rank, line), (real, places) in zip(lines, tables, strict=True):
+            values = self._tensor(rank, Stored(line["part"], line["key"]))
+            values = (values if len(real) == len(values) else values[real]).float()
             if event[1].startswith("grad_"):
                 values = values * self.facts[rank].gradient_scale
-            whole.put_rows(rows, line["columns"], values)
+            whole.put_rows(places, line["columns"], values)
         return Record(whole.values, keys, any(line["partial"] for _, line in lines), whole.disagreement, int((~whole.filled).sum()))
 
     def _parameter(self, lines: list[tuple[int, dict[str, Any]]]) -> Record:

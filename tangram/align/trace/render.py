@@ -41,7 +41,11 @@ def _direction(way: str, walked: Walk, verdict: Verdict | None, around: int) -> 
     if verdict is None:
         worst = max((step for step in walked.steps if step.error <= walked.tolerance), key=lambda step: step.error, default=None)
         most = f", none above {worst.error:.2e} ({worst.name}, {worst.what})" if worst is not None else ""
-        return [f"{way}: {len(walked.steps)} steps agree{most}"]
+        lines = [f"{way}: {len(walked.steps)} steps agree{most}"]
+        if walked.steepest is not None:
+            step, growth = walked.steepest
+            lines.append(f"{way}: the error grows most, {growth:.1f}-fold, at {step.name} ({step.what})")
+        return lines
     assert walked.first is not None
     table = Table(box=None, pad_edge=False)
     for heading in ("", "module or parameter", "what", "rows", "norm", "error"):

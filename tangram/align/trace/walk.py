@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from tangram.align.compare import TOLERANCES
 from tangram.align.trace.read import Event, Record, Trace
 from tangram.align.trace.store import What
+from tangram.backends.dtypes import DTYPES
 from tangram.errors import CheckpointError
 
 FORWARD: tuple[What, ...] = ("input", "output", "weight")
@@ -26,6 +28,7 @@ class Step:
         rows: that were compared; 0: of a parameter.
         problem: why the two cannot be held against each other; empty: they can.
         rounding: a difference whose norm is not larger is rounding.
+        slack: how many times the tolerance the error may be.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Step:
     rows: int = 0
     problem: str = ""
     rounding: float = 0.0
+    slack: float = 1.0
 
     @property
     def event(self) -> Event:
@@ -44,7 +48,7 @@ class Step:
         """False also for NaN."""
         if self.problem:
             return False
-        return self.error <= tolerance or (self.error * self.norm if self.norm else self.error) <= self.rounding
+        return self.error <= tolerance * self.slack or (self.error * self.norm if self.norm else self.error) <= self.rounding
 
 
 @dataclass(frozen=True)
@@ -63,16 +67,31 @@ class Walk:
     Args:
         steps: in order.
         notes: what only one side has, for a reason that it gives.
+        floor: what one rounding in the coarser type of the two makes.
     """
 
     steps: tuple[Step, ...]
     tolerance: float
     notes: tuple[Note, ...] = ()
+    floor: float = 0.0
 
     @property
     def first(self) -> int | None:
         """Number of the first step that differs."""
         return next((number for number, step in enumerate(self.steps) if not step.within(self.tolerance)), None)
+
+    @property
+    def steepest(self) -> tuple[Step, float] | None:
+        """Of runs in 16 bits, whose tolerance is wide: the activation whose error is the largest multiple of those before it, and how large."""
+        if self.floor <= torch.finfo(torch.float32).eps:
+            return None
+        found, most = None, self.floor
+        for step in self.steps:
+            if step.what in ("input", "output") and math.isfinite(step.error):
+                if found is None or step.error / most > found[1]:
+                    found = step, step.error / most
+                most = max(most, step.error)
+        return found
 
     @property
     def differing(self) -> int:
@@ -90,18 +109,20 @@ def walk(ours: Trace, theirs: Trace, tolerance: float | None = None) -> tuple[Wa
         CheckpointError: a trace cannot be read, or they have no module in common.
     """
     limit = max(TOLERANCES[trace.dtype] for trace in (ours, theirs)) if tolerance is None else tolerance
+    floor = max(torch.finfo(DTYPES[trace.dtype]).eps for trace in (ours, theirs))
+    # A weight passes one rounding and no computing.
+    weights = min(1.0, max(floor, TOLERANCES["fp32"]) / limit) if tolerance is None else 1.0
     events = [*ours.order, *ours.parameters]
     if not any(event in theirs for event in events):
         raise CheckpointError(f"{ours.folder} and {theirs.folder}: traces of other models, or of other modules: they have no record in common")
     events += [event for event in [*theirs.order, *theirs.parameters] if event not in ours]
-    order = {**theirs.order, **ours.order}
     walks = []
     for forward in (True, False):
         chosen = [event for event in events if (event[1] in FORWARD) == forward]
-        sequence, notes, steps = _in_order(chosen, order, forward), [], []
-        for event in sequence:
+        notes, steps = [], []
+        for event in _in_order(chosen, ours.order, theirs.order, forward):
             if event in ours and event in theirs:
-                steps.append(_compare(event, ours.read(event), theirs.read(event)))
+                steps.append(replace(_compare(event, ours.read(event), theirs.read(event)), slack=weights if event[1] == "weight" else 1.0))
                 continue
             lacking = theirs if event in ours else ours
             why = _why(event, lacking, ours if lacking is theirs else theirs)
@@ -110,7 +131,7 @@ def walk(ours: Trace, theirs: Trace, tolerance: float | None = None) -> tuple[Wa
                 steps.append(Step(*event, error=float("nan"), problem=problem))
             elif why:
                 notes.append(Note(event[0], lacking.run, why))
-        walks.append(Walk(_with_rounding(steps), limit, tuple(dict.fromkeys(notes))))
+        walks.append(Walk(_with_rounding(steps), limit, tuple(dict.fromkeys(notes)), floor))
     return walks[0], walks[1]
 
 
@@ -134,19 +155,25 @@ def _why(event: Event, lacking: Trace, other: Trace) -> str | None:
     return "" if composed and (name, "output") not in lacking else None
 
 
-def _in_order(events: Sequence[Event], order: dict[Event, tuple[int, int]], forward: bool) -> list[Event]:
-    """Activations as they came; a module's weights before its output, and gradients of them after its output's gradient."""
-    sequence = sorted((event for event in events if event in order), key=lambda event: order[event])
-    places = {event: number for number, event in enumerate(sequence)}
-    extra: list[tuple[float, Event]] = []
+Order = Mapping[Event, tuple[int, int]]
+
+
+def _in_order(events: Sequence[Event], ours: Order, theirs: Order, forward: bool) -> list[Event]:
+    """Activations as they came in the first run, and what the second alone has after what came before it there; a module's weights before its
+    output, and gradients of them after its output's gradient."""
+    known = set(events)
+    sequence = sorted((event for event in events if event in ours), key=lambda event: ours[event])
+    places = {event: float(number) for number, event in enumerate(sequence)}
+    at = -1.0
+    for event in sorted((event for event in theirs if event in known), key=lambda event: theirs[event]):
+        at = places.setdefault(event, at + 0.001)
     for event in events:
-        if event not in order:
-            extra.append((_place(event[0], places, forward), event))
-    merged = [*((float(number), event) for number, event in enumerate(sequence)), *extra]
-    return [event for _, event in sorted(merged, key=lambda entry: (entry[0], entry[1] not in places, entry[1]))]
+        if event not in places:
+            places[event] = _place(event[0], places, forward)
+    return sorted(events, key=lambda event: (places[event], event not in ours, event))
 
 
-def _place(parameter: str, places: dict[Event, int], forward: bool) -> float:
+def _place(parameter: str, places: Mapping[Event, float], forward: bool) -> float:
     """Of a parameter among activations: at its module, or, where that is not recorded or has others in it, at the next one around."""
     module, own = parameter.rpartition(".")[0], True
     while module:

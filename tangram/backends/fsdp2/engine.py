@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tangram.backends.copies import digest
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, Copies, ForwardResult, RankNorms, StepResult
 from tangram.backends.fsdp2.experts import split_experts
 from tangram.backends.fsdp2.features import prepare
 from tangram.backends.fsdp2.file_names import ModelFileNames
@@ -26,7 +27,7 @@ from tangram.backends.fsdp2.meshes import join
 from tangram.backends.fsdp2.model_hub import ModelHub
 from tangram.backends.fsdp2.optimizer import ShardedOptimizer
 from tangram.backends.fsdp2.optimizer_state import ShardOptimizerState
-from tangram.backends.fsdp2.placement import local_value, place_shards, whole_shapes
+from tangram.backends.fsdp2.placement import holders, local_value, place_shards, whole_shapes
 from tangram.backends.fsdp2.sharding import precision, shard
 from tangram.backends.fsdp2.summary import summary_table
 from tangram.backends.fsdp2.ulysses import share_of, share_tokens
@@ -69,7 +70,7 @@ class Fsdp2Engine:
         self.module = ModelHub.build(self.settings)
         self.file_names = ModelFileNames(self.module)
         self._drawn = not any(parameter.is_meta for parameter in self.module.parameters())
-        dealt = split_experts(self.module, self.settings.parallel, self.meshes.device)
+        self._experts = dealt = split_experts(self.module, self.settings.parallel, self.meshes.device)
         prepare(self.module, self.settings.features)
         if self.meshes.ulysses is not None:
             share_tokens(self.module, self.meshes.ulysses, self.settings.features.loss_cfg)
@@ -90,6 +91,8 @@ class Fsdp2Engine:
             # It says that in-place operations on such an output lose gradients; the known classes have none.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self.optimizer = ShardedOptimizer(self.module, self.settings.training)
+        # Dropout: no two ranks hold the same activations.
+        torch.manual_seed(run.training.seed + 1_000_000 * dist.get_rank())
         self._loss: float | None = None
 
     def random_weights(self, seed: int) -> None:
@@ -195,8 +198,8 @@ class Fsdp2Engine:
         most, least = ends[: len(own)].tolist(), (-ends[len(own) :]).tolist()
         self.vision.check(least, most)
         if self.meshes.copies > 1 and max(most, default=0) > 0:
-            # Copies sum their gradients in the last micro-batch alone, and only of what it reaches.
-            most[-1] = max(1, most[-1])
+            # Copies sum their gradients in the last micro-batch alone, of what all have left, which fits only where all reach the same parameters.
+            most = [max(1, passes) for passes in most]
         return [wanted - made for wanted, made in zip(most, own.tolist(), strict=True)]
 
     def _loss_of(self, batch: Batch, learnt: Supervised, routers: float) -> Tensor:
@@ -235,6 +238,27 @@ class Fsdp2Engine:
             self._segments.set(batch, self.meshes.device)
         return forward_arguments(self.module, batch, self.meshes.device)
 
+    def copies(self) -> Mapping[str, Copies]:
+        """Parameters that are not sharded lie on all ranks; shards, where there are several copies of the weights, on one rank of each."""
+        return {kind: Copies(min(ranks), digest(held) if len(ranks) > 1 else None) for kind, (ranks, held) in self._held.items()}
+
+    @cached_property
+    def _held(self) -> dict[str, tuple[list[int], list[Tensor]]]:
+        """Kind -> the ranks that hold the same, and what this rank holds."""
+        found: dict[str, tuple[list[int], list[Tensor]]] = {kind: ([dist.get_rank()], []) for kind in ("parameters", "experts", "whole")}
+        for name, parameter in self.parameters.items():
+            experts = any(name.startswith(f"{path}.") for path in self._experts.meshes)
+            kind = "experts" if experts else "parameters" if isinstance(parameter, DTensor) else "whole"
+            ranks, held = found[kind]
+            found[kind] = ranks if held else holders(parameter), [*held, local_value(parameter)]
+        return found
+
+    @cached_property
+    def _same_gradients(self) -> int | None:
+        """The lowest of the ranks whose optimizers hold the same gradients."""
+        ranks = set.intersection(*(set(holders(parameter)) for parameter in self.optimizer.parameters.values()))
+        return min(ranks) if len(ranks) > 1 else None
+
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients. A loss or gradient that is not finite on any rank changes nothing anywhere."""
@@ -246,7 +270,7 @@ class Fsdp2Engine:
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self._loss = None
-        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own))
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, copied=self._same_gradients))
 
     def canonical_parameters(self) -> Iterator[CanonicalTensor]:
         """This rank's shards."""

@@ -64,6 +64,8 @@ def _built(config: Fsdp2Config, on_meta: bool) -> nn.Module:
         raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: {' '.join(str(error).split())}") from error
     except (Exception, SystemExit) as error:  # code of the directory or of a plug-in can fail in any way
         raise ConfigError(f"model.model_name_or_path {source.model_name_or_path}: its config cannot be made: {told(error)}") from error
+    if torch.are_deterministic_algorithms_enabled() and hasattr(hf, "_experts_implementation"):
+        hf._experts_implementation = "eager"  # a loop; transformers' own choice is torch's grouped product, which does not promise to repeat itself
     _prepare_routers(hf, config.features.loss_cfg.router_aux_loss_coef)
     model_class: Any = model_class_of(source.model_id, hf)
     if chunked(config.features):

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tangram.backends.fsdp2.expert_weights import check_stack, holds_out_in
@@ -36,6 +37,16 @@ def local_start(parameter: torch.Tensor) -> Shape:
         return (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(offset)
+
+
+def holders(parameter: torch.Tensor) -> list[int]:
+    """The ranks that hold the same part of a parameter as this one."""
+    if not isinstance(parameter, DTensor):
+        return list(range(dist.get_world_size()))
+    mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert own is not None
+    part = tuple(own[axis] if isinstance(placement, Shard) else slice(None) for axis, placement in enumerate(parameter.placements))
+    return sorted(mesh.mesh[part].flatten().tolist())
 
 
 def place_shards(model: nn.Module, topology: Topology, described: ModelConfig | None) -> Placement:

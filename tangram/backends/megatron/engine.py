@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tangram.backends.dtypes import DTYPES
-from tangram.backends.engine import Batch, CanonicalTensor, ForwardResult, RankNorms, StepResult
+from tangram.backends.engine import Batch, CanonicalTensor, Copies, ForwardResult, RankNorms, StepResult
+from tangram.backends.megatron.chunks import LocalChunk, canonical_tensors, copies, gradient_of, ranks_of_copies
 from tangram.backends.megatron.forward import ForwardStep, LossReport, check_report, default_forward_step
 from tangram.backends.megatron.generators import MegatronGenerators
 from tangram.backends.megatron.optimizer_state import MegatronOptimizerState
@@ -25,7 +27,7 @@ from tangram.config.model import ModelConfig
 from tangram.config.offload import check_offload
 from tangram.config.run import RunConfig
 from tangram.errors import ConfigError
-from tangram.placement.blocks import Placement, canonical_shapes, place
+from tangram.placement.blocks import canonical_shapes, place
 from tangram.placement.table import Rule, padded_vocabulary
 from tangram.placement.topology import Chunk, Topology
 from tangram.platform import current
@@ -36,15 +38,6 @@ if TYPE_CHECKING:
 
 ChunkBuilder = Callable[[ModelConfig, Chunk, Topology, torch.dtype, int], nn.Module]
 """``build_chunk(model, chunk, topology, dtype, padded_vocab)``; see ``tangram.models.vlm.build_model_chunk``."""
-
-
-class LocalChunk(NamedTuple):
-    """One model chunk of this rank, with where its parameters live in canonical tensors."""
-
-    chunk: Chunk
-    placement: Placement
-    parameters: dict[str, nn.Parameter]
-    """By the names of ``placement.tensors``."""
 
 
 class MegatronEngine:
@@ -285,6 +278,26 @@ class MegatronEngine:
             own_loss=own / denominator if own is not None and denominator else None,
         )
 
+    def copies(self) -> Mapping[str, Copies]:
+        """Data-parallel and context-parallel ranks hold the same parameters; of experts those that have the same ones.
+
+        The distributed optimizer gathers parameters after a step, or with ``overlap_param_gather`` while the next one needs them: now they are whole.
+        """
+        return copies(self.chunks, self._ranks_of_copies)
+
+    @cached_property
+    def _ranks_of_copies(self) -> dict[str, list[int]]:
+        return ranks_of_copies()
+
+    @property
+    def _same_gradients(self) -> int | None:
+        """The lowest of the ranks whose optimizers hold the same gradients. The distributed optimizer has a part of them on each."""
+        if self.run.parallel.use_distributed_optimizer:
+            return None
+        # Ranks with the same experts have all else in common too.
+        ranks = self._ranks_of_copies["experts"]
+        return min(ranks) if len(ranks) > 1 else None
+
     @torch.no_grad()
     def step(self, lr: float) -> StepResult:
         """Clip, update with learning rate ``lr``, clear gradients.
@@ -308,7 +321,7 @@ class MegatronEngine:
         self._clear_gradients()
         # Tensor-parallel ranks are neighbours.
         group = dist.get_rank() - self.ranks.tensor_parallel_rank
-        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group))
+        return StepResult(grad_norm=norm, skipped=skipped, rank=RankNorms(own, shared, group, self._same_gradients))
 
     @property
     def loss_scale(self) -> float:
@@ -363,7 +376,7 @@ class MegatronEngine:
     def canonical_parameters(self) -> Iterator[CanonicalTensor]:
         """This rank's parameters. Collective with ``overlap_param_gather``."""
         self.finish_parameter_gather()
-        return self._canonical(lambda parameter: parameter.detach())
+        return canonical_tensors(self.chunks, self.canonical_shapes, lambda parameter: parameter.detach())
 
     def canonical_gradients(self) -> Iterator[CanonicalTensor]:
         """This rank's gradients, fp32, of the loss that ``forward_backward`` returned: none for frozen parameters, zeros for those that take no
@@ -374,25 +387,7 @@ class MegatronEngine:
         if not self._gathered:
             gather_gradients(self.models)
             self._gathered = True
-        scale = self.loss_scale
-
-        def gradient(parameter: Any) -> Tensor:
-            if getattr(parameter, "idle", False):
-                return torch.zeros_like(parameter, dtype=torch.float32)
-            return parameter.main_grad / scale if scale != 1 else parameter.main_grad
-
-        return self._canonical(gradient, trainable_only=True)
-
-    def _canonical(self, value: Callable[[nn.Parameter], Tensor], trainable_only: bool = False) -> Iterator[CanonicalTensor]:
-        for _, placement, parameters in self.chunks:
-            for name, tensor in placement.tensors.items():
-                if trainable_only and not (parameters[name].requires_grad or getattr(parameters[name], "idle", False)):
-                    continue
-                whole = value(parameters[name])
-                for block in tensor.blocks:
-                    if block.canonical is not None:
-                        shape = self.canonical_shapes[block.canonical]
-                        yield CanonicalTensor(block.canonical, block.canonical_start, shape, block.to_canonical(whole[block.local_slices]))
+        return canonical_tensors(self.chunks, self.canonical_shapes, gradient_of(self.loss_scale), trainable_only=True)
 
 
 def _family_table(model: ModelConfig, padded_vocab: int) -> list[Rule]:

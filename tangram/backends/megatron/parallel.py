@@ -119,6 +119,7 @@ def initialize(parallel: ParallelConfig, topology: Topology, seed: int) -> Paral
     )
     # megatron-core derives the tensor-parallel seeds from this one by offsets below 1,000,000.
     stream = (ranks.pipeline_parallel_rank * copies + ranks.data_parallel_rank) * topology.context + ranks.context_parallel_rank
+    torch.default_generator.manual_seed(seed + 1_000_000 * stream)  # core seeds those of the device
     model_parallel_cuda_manual_seed(seed + 1_000_000 * stream, force_reset_rng=True)
     return ranks
 

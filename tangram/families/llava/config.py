@@ -82,6 +82,11 @@ class ClipEncoderConfig(VisionEncoderConfig):
         """One: patches are merged, if at all, when they are whole again."""
         return 1
 
+    @property
+    def rotary(self) -> bool:
+        """No: positions are learned, so heads may have any width."""
+        return False
+
     def places(self, grid: Grid) -> int:
         return super().places(grid) + int(self.add_class_token)
 

@@ -71,7 +71,14 @@ class Reader:
 
 
 def text_decoder(read: Reader, model_id: str) -> TextDecoderConfig:
-    """The Qwen2 decoder that Qwen2-VL and Qwen2.5-VL share."""
+    """The Qwen2 decoder that Qwen2-VL and Qwen2.5-VL share.
+
+    Raises:
+        ConfigError: heads of another width than hidden_size gives them; transformers takes that one for attention, whatever head_dim says.
+    """
+    width, hidden, heads = read.text.get("head_dim"), read.get(read.text, "hidden_size"), read.get(read.text, "num_attention_heads")
+    if width is not None and width * heads != hidden:
+        raise ConfigError(f"config.json: head_dim {width!r} must be hidden_size {hidden} / num_attention_heads {heads}; correct it, or leave it out")
     return decoder_section(read, TextDecoderConfig, model_id=model_id, add_qkv_bias=True)
 
 
@@ -80,6 +87,9 @@ def decoder_section(read: Reader, section: type[Text], **further: Any) -> Text:
     text = read.text
     if text.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window true is not supported; no published Qwen-VL uses it")
+    other = sorted({str(kind) for kind in text.get("layer_types") or () if kind != "full_attention"})
+    if other:
+        raise ConfigError(f"config.json: layer_types {', '.join(other)} is not supported; every published Qwen-VL has full_attention alone")
     return parse_section(
         section,
         {

@@ -11,6 +11,8 @@
 | ``grouped_linear`` | ``torch_npu.npu_grouped_matmul`` | TransformerEngine's ``GroupedLinear``, or torch's ``grouped_mm``, which the cpu has too |
 """
 
+from dataclasses import replace
+
 from tangram.platform.operators import plain, varlen
 from tangram.platform.operators.operator import Fused, Operator
 from tangram.platform.operators.segments import SegmentGroup, Segments
@@ -22,15 +24,15 @@ rms_norm = Operator(
     "rms_norm",
     plain.rms_norm,
     {
-        "npu": Fused(_NPU, "torch_npu", "npu_rms_norm"),
+        "npu": Fused(_NPU, "torch_npu", "npu_rms_norm", repeats=True),
         # On cuda the plain one is fused already; a model of transformers has one of several kernels in its place.
-        "cuda": Fused("tangram.platform.operators.plain", "torch.nn.functional", "rms_norm"),
+        "cuda": Fused("tangram.platform.operators.plain", "torch.nn.functional", "rms_norm", repeats=True),
     },
 )
 """``(x [..., h], weight [h], eps) -> [..., h]``"""
-swiglu = Operator("swiglu", plain.swiglu, {"npu": Fused(_NPU, "torch_npu", "npu_swiglu")})
+swiglu = Operator("swiglu", plain.swiglu, {"npu": Fused(_NPU, "torch_npu", "npu_swiglu", repeats=True)})
 """``(gate [..., f], up [..., f]) -> [..., f]``"""
-vision_rope = Operator("vision_rope", plain.vision_rope, {"npu": Fused(_NPU, "torch_npu", "npu_rotary_mul")})
+vision_rope = Operator("vision_rope", plain.vision_rope, {"npu": Fused(_NPU, "torch_npu", "npu_rotary_mul", repeats=True)})
 """``(query [s, heads, d], key [s, heads, d], cos [s, d], sin [s, d]) -> (query, key)``, computed in fp32"""
 attention = varlen.MASKED
 """``(query [b, heads, s, d], key [b, groups, s, d], value, mask [b, 1, s, s] or None, dropout, causal, scale) -> [b, heads, s, d]``"""
@@ -38,16 +40,18 @@ attention_block, attention_block_backward = varlen.BLOCK, varlen.BLOCK_BACKWARD
 """``(query [b, s, heads, d], key [b, t, groups, d], value, lengths, mask, scale) -> (out, log-sum-exp [b, heads, s])``, of some of the keys; and
 ``(gradient, query, key, value, out, log-sum-exp, lengths, mask, scale) -> gradients of query, key and value``"""
 _GROUPED = Fused("tangram.platform.operators.grouped", "torch.nn.functional", "grouped_mm")
+_LOOP = replace(_GROUPED, repeats=True)
 grouped_linear = Operator(
     "grouped_linear",
     plain.grouped_linear,
     {
         "npu": Fused(_NPU, "torch_npu", "npu_grouped_matmul"),
         "cuda": (Fused("tangram.platform.operators.grouped_te", "transformer_engine.pytorch", "GroupedLinear"), _GROUPED),
-        "cpu": _GROUPED,
+        "cpu": _LOOP,
     },
 )
-"""``(tokens [n, in], weights, each [out, in], counts) -> [n, out]``, each weight for its own run of tokens"""
+"""``(tokens [n, in], weights, each [out, in], counts) -> [n, out]``, each weight for its own run of tokens. No maker of a kernel says that it
+repeats itself; that of the cpu is a loop over groups."""
 
 OPERATORS = {
     operator.name: operator for operator in (rms_norm, swiglu, vision_rope, attention, attention_block, attention_block_backward, grouped_linear)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tangram.errors import ConfigError
@@ -30,11 +31,14 @@ class Fused:
         module: of ours, imported when it is first wanted; it has a function of the operator's name.
         library: that it calls.
         function: of that library, without which it cannot run.
+        repeats: whether it gives the same bits each time, at least where ``torch.use_deterministic_algorithms`` is on: by itself, or since our module
+            asks for it.
     """
 
     module: str
     library: str
     function: str
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,27 +65,29 @@ class Operator:
         return self.fused_on(device_type(tensor))
 
     def fused_on(self, device: str) -> Callable[..., Any] | None:
-        """The fused implementation on a type of device; None: there is none, it cannot be imported, or it is switched off.
+        """The fused implementation on a type of device; None: there is none, it cannot be imported, or it is switched off; or, in deterministic
+        mode, none that repeats itself.
 
-        What is found at the first call stays so for the whole process.
+        What is found at the first call stays so for the whole process, or until that mode changes.
 
         Raises:
             ConfigError: the environment's switch is neither 0 nor 1.
         """
-        found = self.fused.get(device)
-        return None if found is None else _load(self.name, device, found if isinstance(found, tuple) else (found,))
+        choices = self._choices(device)
+        return _load(self.name, device, choices) if choices else None
 
     def needed_on(self, device: str) -> Callable[..., Any]:
         """As ``fused_on``, for those who asked for it by name.
 
         Raises:
-            ConfigError: it cannot be imported or is switched off; or as ``fused_on``.
+            ConfigError: it cannot be imported or is switched off, or does not repeat itself in deterministic mode; or as ``fused_on``.
         """
         found = self.fused_on(device)
         if found is not None:
             return found
-        choices = self.fused[device]
-        fused = choices[0] if isinstance(choices, tuple) else choices
+        fused = self._all(device)[0]
+        if not self._choices(device):
+            raise ConfigError(f"{fused.library} is asked for, and does not promise the same bits each time; set auto, or deterministic mode off")
         if not _wanted(device):
             raise ConfigError(f"{fused.library} is asked for, and the environment turns off fused operators ({SWITCH}); remove one of the two")
         try:
@@ -89,6 +95,17 @@ class Operator:
         except Exception as error:
             why = " ".join(str(error).split())
             raise ConfigError(f"{fused.library} is asked for, and cannot be used: {type(error).__name__}: {why}; install it, or set auto") from error
+
+    def repeats_on(self, device: str) -> bool:
+        """Whether there is a fused implementation that deterministic mode leaves in."""
+        return any(fused.repeats for fused in self._all(device))
+
+    def _all(self, device: str) -> tuple[Fused, ...]:
+        found = self.fused.get(device, ())
+        return found if isinstance(found, tuple) else (found,)
+
+    def _choices(self, device: str) -> tuple[Fused, ...]:
+        return tuple(fused for fused in self._all(device) if fused.repeats or not torch.are_deterministic_algorithms_enabled())
 
 
 def device_type(tensor: Tensor) -> str:

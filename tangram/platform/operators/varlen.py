@@ -22,7 +22,7 @@ _ROOM, _FLASH = "tangram.platform.operators.", "flash_attn.flash_attn_interface"
 
 
 def _attention_of(device: str, module: str, library: str, function: str) -> Operator:
-    return Operator("segment_attention", plain.segment_attention, {device: Fused(_ROOM + module, library, function)})
+    return Operator("segment_attention", plain.segment_attention, {device: Fused(_ROOM + module, library, function, repeats=True)})
 
 
 _OPERATORS = {
@@ -31,10 +31,14 @@ _OPERATORS = {
     "npu": _attention_of("npu", "npu", "torch_npu", "npu_fusion_attention"),
     TORCH_VARLEN.name: _attention_of("cuda", "torch_varlen", "torch.nn.attention.varlen", "varlen_attn"),
 }
-MASKED = Operator("attention", plain.attention, {"npu": Fused(_ROOM + "npu", "torch_npu", "npu_fusion_attention")})
-BLOCK = Operator("attention_block", blocks.attention_block, {"cuda": Fused(_ROOM + "flash", _FLASH, "_wrapped_flash_attn_varlen_forward")})
+MASKED = Operator("attention", plain.attention, {"npu": Fused(_ROOM + "npu", "torch_npu", "npu_fusion_attention", repeats=True)})
+BLOCK = Operator(
+    "attention_block", blocks.attention_block, {"cuda": Fused(_ROOM + "flash", _FLASH, "_wrapped_flash_attn_varlen_forward", repeats=True)}
+)
 BLOCK_BACKWARD = Operator(
-    "attention_block_backward", blocks.attention_block_backward, {"cuda": Fused(_ROOM + "flash", _FLASH, "_wrapped_flash_attn_varlen_backward")}
+    "attention_block_backward",
+    blocks.attention_block_backward,
+    {"cuda": Fused(_ROOM + "flash", _FLASH, "_wrapped_flash_attn_varlen_backward", repeats=True)},
 )
 
 

@@ -1,0 +1,128 @@
+"""Honest runs that are really repeated pass the gate; copies of parameters that come apart on one rank do not, and are named."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tangram.align.gate.baseline import Baseline, make_baseline
+from tangram.align.gate.compare import hold_against
+from tangram.align.gate.read_run import read_run
+from tangram.align.gate.replay import prepare
+from tangram.align.gate.replay_split import Wishes
+from tangram.align.gate.settings import Settings
+from tangram.align.gate.verdict import Verdict
+from tests.trial import Trial, start, write_trial
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+WORKER = Path(__file__).parent.parent / "workers" / "many_runs.py"
+REPEATS, RANKS = 20, 2
+ZERO = ["parallel.use_distributed_optimizer=true"]
+OVERLAP = [*ZERO, "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+OF_THE_MACHINE = ["time", "memory"]
+"""Other tests run beside this one."""
+
+
+REPLAYS = {
+    "pipeline": ("run0", Wishes(pipeline=2, data=1)),
+    "tensor": ("run0", Wishes(tensor=2, data=1)),
+    "pipeline_of_fsdp2": ("hsdp", Wishes(backend="megatron", pipeline=2, data=1)),
+    "tensor_of_fsdp2": ("hsdp", Wishes(backend="megatron", tensor=2, data=1)),
+}
+"""Replays on other splits and backends, by name, with the runs that they repeat."""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def fsdp2_of(trial: Trial) -> Path:
+    """The trial's run on the other backend, in two copies of one shard each."""
+    replay = prepare(baseline(trial.folder / "run0"), Wishes(data=RANKS, backend="fsdp2"), trial.folder / "fsdp2")
+    content = yaml.safe_load(replay.run_file.read_text())
+    content["parallel"]["fully_shard_parallel_size"] = 1
+    replay.run_file.write_text(yaml.safe_dump(content))
+    return replay.run_file
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs, in two launches; ``run0`` and its repeats, and by name those with other splits and faults."""
+    trial = write_trial(tmp_path_factory.mktemp("trial"), layers=2, train_iters=3, global_batch_size=4, micro_batch_size=1)
+    folder = trial.folder
+
+    def entry(name: str, *options: str, file: Path = trial.run_file, **fault: Any) -> dict[str, Any]:
+        return {"arguments": ["train", str(file), f"training.metrics_file={folder / name}/metrics.jsonl", *options], **fault}
+
+    def launch(name: str, plan: list[dict[str, Any]]) -> None:
+        ports = free_ports(len(plan))
+        (folder / f"{name}.json").write_text(json.dumps([{**one, "port": port} for one, port in zip(plan, ports, strict=True)]))
+        start(folder / name, [str(WORKER), str(folder / f"{name}.json")], RANKS).finish(1200).succeeded()
+
+    plan = [entry(f"run{number}") for number in range(REPEATS)]
+    plan += [entry("nudge", fault="nudge", rank=1), entry("unsummed", fault="unsummed", rank=1)]
+    plan += [entry("zero", *ZERO), entry("zero_nudge", *ZERO, fault="nudge", rank=1), entry("zero_unsummed", *ZERO, fault="unsummed", rank=1)]
+    launch("megatron", [*plan, entry("overlap", *OVERLAP)])
+    file = fsdp2_of(trial)
+    plan = [entry("hsdp", file=file), entry("hsdp_nudge", file=file, fault="nudge", rank=0)]
+    launch("fsdp2", [*plan, entry("hsdp_unsummed", file=file, fault="unsummed", rank=1)])
+    replays = [prepare(baseline(folder / of), wishes, folder / name) for name, (of, wishes) in REPLAYS.items()]
+    assert [replay.processes for replay in replays] == [RANKS] * len(REPLAYS)
+    launch("replays", [{"arguments": ["train", str(replay.run_file)]} for replay in replays])
+    return folder
+
+
+def baseline(folder: Path) -> Baseline:
+    return make_baseline(read_run(folder), Settings())
+
+
+def gate(folder: Path, base: Baseline) -> dict[str, str]:
+    return {one.name: one.found for one in verdict_of(folder, base).failures}
+
+
+def verdict_of(folder: Path, base: Baseline) -> Verdict:
+    return hold_against(read_run(folder), base, ignore=OF_THE_MACHINE)
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_a_replay_at_another_split_or_on_the_other_backend_passes(name: str, runs: Path) -> None:
+    base = baseline(runs / REPLAYS[name][0])
+    verdict = hold_against(read_run(runs / name), base, base.settings.changed("digits 5", [], None), ignore=["topology"])
+    assert verdict.passed and verdict.compared >= 10, verdict.line
+
+
+def test_twenty_repeats_of_a_run_raise_no_alarm(runs: Path) -> None:
+    base = baseline(runs / "run0")
+    for number in range(1, REPEATS):
+        verdict = verdict_of(runs / f"run{number}", base)
+        assert verdict.passed and verdict.compared == 13, verdict.line
+    for name in ("zero", "hsdp", "overlap"):
+        assert gate(runs / name, baseline(runs / name)) == {}
+        assert next(one for one in verdict_of(runs / name, baseline(runs / name)).findings if one.name == "replicas").run == "groups of 2", name
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "check", "text"),
+    [
+        ("nudge", "run0", "replicas", "step 3: parameters on rank 1 are no longer those on rank 0"),
+        ("zero_nudge", "zero", "replicas", "step 3: parameters on rank 1 are no longer those on rank 0"),
+        ("hsdp_nudge", "hsdp", "replicas", "step 3: parameters on rank 1 are no longer those on rank 0"),
+        ("unsummed", "run0", "replicas", "step 1: norm of the summed gradients is "),
+        ("hsdp_unsummed", "hsdp", "replicas", "step 1: norm of the summed gradients is "),
+        # Each rank updates its own part and hands it to the others, so copies stay alike.
+        ("zero_unsummed", "zero", "ranks", "rank 1, step 1: grad_norm "),
+    ],
+)
+def test_a_copy_that_comes_apart_is_caught_and_named(name: str, of: str, check: str, text: str, runs: Path) -> None:
+    found = gate(runs / name, baseline(runs / of))
+    assert text in found[check], found
