@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ examples:
 At another split loss, gradient norms and samples are compared, which all splits have alike. The exit status is that of tangram gate, and 1 if the
 run fails.
 """
+
+OWN = {"run.yaml", "metrics.jsonl", "metrics.ranks.jsonl"}
+"""Files of a replay."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -60,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
     baseline = read_baseline(args.baseline)
     settings = baseline.settings.changed(args.mode, args.margin, args.warm_up)
     wishes = Wishes(args.tp, args.pp, args.dp, args.backend, args.settings)
-    _clear(args.out, args.force)
+    if _holds_a_replay(args.out, args.force):
+        with tempfile.TemporaryDirectory(prefix="tangram-replay-") as trial:
+            prepare(baseline, wishes, Path(trial))  # what is refused removes nothing
+        for name in OWN:
+            (args.out / name).unlink(missing_ok=True)
     replay = prepare(baseline, wishes, args.out)
     ignore = ["topology"] if wishes.other_topology else []
     print(f"{replay.run_file}: {replay.processes} processes, {replay.accumulation} micro-batches per step on each data-parallel rank", flush=True)
@@ -77,15 +85,17 @@ def run(args: argparse.Namespace) -> int:
     return show_gate(args.out, args.baseline, baseline, settings, ignore, args.json, args.html)
 
 
-def _clear(folder: Path, force: bool) -> None:
-    """Make room for a replay; nothing but an earlier one is removed."""
+def _holds_a_replay(folder: Path, force: bool) -> bool:
+    """Whether a folder holds an earlier replay, which may be removed; nothing else is.
+
+    Raises:
+        ConfigError: it holds something else, or a replay without ``force``.
+    """
     left = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    own = {"run.yaml", "metrics.jsonl", "metrics.ranks.jsonl"}
-    if left - own or (left and not force):
-        mend = "--force to replace it" if left <= own else "another folder"
-        raise ConfigError(f"{folder}: {'holds ' + min(left - own) if left - own else 'holds an earlier replay'}; give {mend}")
-    for name in left:
-        (folder / name).unlink()
+    if left - OWN or (left and not force):
+        mend = "--force to replace it" if left <= OWN else "another folder"
+        raise ConfigError(f"{folder}: {'holds ' + min(left - OWN) if left - OWN else 'holds an earlier replay'}; give {mend}")
+    return bool(left)
 
 
 def _train(replay: Replay) -> int:

@@ -386,3 +386,13 @@ def test_what_is_read_is_not_written_over(tmp_path: Path, capsys: pytest.Capture
     assert main(["baseline", "make", str(metrics), "-o", "/dev/null", "--force"]) == 2 and "no regular file" in capsys.readouterr().err
     assert main(["baseline", "make", str(metrics), "-o", str(file / "below.json")]) == 2 and "b.json: File exists" in capsys.readouterr().err
     assert metrics.read_bytes() == before
+
+
+def test_a_replay_that_is_refused_leaves_the_earlier_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    baseline, earlier = tmp_path / "b.json", tmp_path / "replay" / "metrics.jsonl"
+    assert main(["baseline", "make", str(numbers().write(tmp_path / "run")), "-o", str(baseline)]) == 0
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
+    assert main(["replay", str(baseline), "-o", str(earlier.parent), "--force"]) == 2
+    assert "the baseline" in capsys.readouterr().err
+    assert earlier.read_text() == "{}"
