@@ -12,7 +12,6 @@ import importlib.util
 import multiprocessing
 import os
 import select
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tangram.platform.ports import free_ports
 
 PATIENCE = 240
 """Seconds after which ranks that should have ended are killed."""
@@ -39,9 +40,7 @@ def on_ranks(world_size: int, file: Path, function: str, *arguments: Any, patien
     Raises:
         AssertionError: it failed on a rank, with the trace of the first that did, or ranks hung and were killed.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     pipes, processes = [], []
     for rank in range(world_size):
         mine, theirs = _server().Pipe(duplex=False)

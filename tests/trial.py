@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from typing import Any
 import numpy as np
 import yaml
 from PIL import Image
+
+from tangram.platform.ports import free_ports
 
 VOCABULARY = 320
 SPECIAL = {"<|endoftext|>": 306, "<|im_start|>": 307, "<|im_end|>": 308, "<|vision_start|>": 315, "<|vision_end|>": 316}
@@ -235,20 +236,12 @@ def start(folder: Path, command: Sequence[str], ranks: int = 1, environment: Map
     return _launched(folder, _be_a_rank, command, ranks, environment or {})
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 def _launched(
     folder: Path, target: Callable[..., None], command: Sequence[str], ranks: int, environment: Mapping[str, str]
 ) -> Launch:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    (port,) = _free_ports(1)
+    (port,) = free_ports(1)
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "trial", **environment}
     logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
     processes = [
@@ -290,7 +283,7 @@ def run_in_turn(folder: Path, jobs: Sequence[Job], ranks: int = 1) -> Outcome:
     """
     turns = sorted(jobs, key=lambda job: job.ranks)
     assert {job.ranks for job in turns} <= {1, ranks}
-    ports = _free_ports(len(turns))
+    ports = free_ports(len(turns))
     plan = json.dumps([(list(job.command), job.ranks, port) for job, port in zip(turns, ports, strict=True)])
     return _launched(folder, _take_turns, [plan], ranks, {}).finish(PATIENCE + 10 * len(turns))
 

@@ -13,12 +13,13 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO
+
+from tangram.platform.ports import free_ports
 
 Request = dict[str, Any]
 """``module``, whose ``main(arguments)`` a rank runs; ``arguments``; ``processes``; ``preload``: modules to import before forking; ``log``: file for
@@ -62,9 +63,7 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def _fork_all(request: Request, replies: BinaryIO) -> set[int]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     size = str(request["processes"])
     shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks = set()

@@ -64,8 +64,16 @@ def test_rows_compare_by_token_whatever_their_order_padding_and_rank(tmp_path: P
         part = {("x", "output"): padded[:, 2 * rank : 2 * rank + 2]}
         trace(tmp_path / "b", part, rank=rank, ranks=3, rows=rows, first=2 * rank, width=6)
     assert first_difference(ours, tmp_path / "b").passed
+    index = tmp_path / "b" / "trace_00001.jsonl"
+    for content, reason in (("", "it has 0 records of 1"), ('{"name": "x', "Unterminated string"), ("[]\n", "")):
+        index.write_text(content)
+        with pytest.raises(CheckpointError, match=f"trace_00001.jsonl: cannot be read: .*{reason}.*; write the trace again"):
+            first_difference(ours, tmp_path / "b")
     (tmp_path / "b" / "trace_00002.json").unlink()
     with pytest.raises(CheckpointError, match="no whole trace: trace_00002.json is missing, which rank 2 writes when it has ended"):
+        first_difference(ours, tmp_path / "b")
+    (tmp_path / "b" / "trace_00001.json").write_text('{"format": 1')
+    with pytest.raises(CheckpointError, match="trace_00001.json: cannot be read: .*; write the trace again"):
         first_difference(ours, tmp_path / "b")
 
 

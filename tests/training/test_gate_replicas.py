@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tangram.align.gate.replay import prepare
 from tangram.align.gate.replay_split import Wishes
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Verdict
+from tangram.platform.ports import free_ports
 from tests.trial import Trial, start, write_trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -36,14 +35,6 @@ REPLAYS = {
     "tensor_of_fsdp2": ("hsdp", Wishes(backend="megatron", tensor=2, data=1)),
 }
 """Replays on other splits and backends, by name, with the runs that they repeat."""
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def fsdp2_of(trial: Trial) -> Path:

@@ -57,11 +57,9 @@ class Trace:
         self.facts = [_read_facts(folder, 0)]
         self.facts += [_read_facts(folder, rank) for rank in range(1, self.facts[0].ranks)]
         self._lines: dict[Event, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
-        for rank in range(len(self.facts)):
-            with index_file(folder, rank).open(encoding="utf-8") as lines:
-                for line in lines:
-                    content = json.loads(line)
-                    self._lines[content["name"], content["what"]].append((rank, content))
+        for rank, facts in enumerate(self.facts):
+            for content in _read_index(index_file(folder, rank), facts.records):
+                self._lines[content["name"], content["what"]].append((rank, content))
         self._open: dict[Path, Any] = {}
         self._known: dict[tuple[tuple[int, int, str], ...], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         self._media = {(data, number): torch.tensor(keys, dtype=torch.int64) for facts in self.facts for data, number, keys in facts.media}
@@ -193,6 +191,19 @@ class _Whole:
             self.disagreement = max(self.disagreement, difference(values[seen], before[seen]))
 
 
+def _read_index(path: Path, records: int) -> list[dict[str, Any]]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        reason = "" if len(lines) == records else f"it has {len(lines)} records of {records}"
+        if not all({"name", "what", "part", "key"} <= line.keys() for line in lines):
+            reason = "a line is no record"
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error)
+    if reason:
+        raise CheckpointError(f"{path}: cannot be read: {reason}; write the trace again")
+    return lines
+
+
 def _read_facts(folder: Path, rank: int) -> Facts:
     path = facts_file(folder, rank)
     if not path.is_file():
@@ -201,8 +212,12 @@ def _read_facts(folder: Path, rank: int) -> Facts:
         inside = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and facts_file(entry, 0).is_file())
         hint = f"; give {folder / inside[0]}" if inside else suggest(folder.name, inside)
         raise CheckpointError(f"{folder}: no whole trace: {path.name} is missing, which rank {rank} writes when it has ended{hint}")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    version = content.pop("format", None)
-    if version != FORMAT:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content.pop("format", None)
+        facts = Facts(**content) if version == FORMAT else None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; write the trace again") from None
+    if facts is None:
         raise CheckpointError(f"{path}: a trace of format {version!r}, and this version reads {FORMAT}; write it again")
-    return Facts(**content)
+    return facts

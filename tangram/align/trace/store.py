@@ -52,6 +52,7 @@ class Facts:
         skipped: modules of which nothing, or not all, is recorded, and why.
         frozen: parameters without a gradient.
         only: patterns of the modules that were recorded; none: all.
+        records: lines of the index.
     """
 
     run: str
@@ -62,6 +63,7 @@ class Facts:
     skipped: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
     only: list[str] = field(default_factory=list)
+    records: int = 0
 
 
 def index_file(folder: Path, rank: int) -> Path:
@@ -88,6 +90,7 @@ class TraceWriter:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"trace_{rank:05d}.*"):
             old.unlink()
+        self._records = 0
         self._index = index_file(folder, rank).open("w", encoding="utf-8")
         self._waiting: dict[str, Tensor] = {}
         self._bytes = self._part = self._count = 0
@@ -126,6 +129,7 @@ class TraceWriter:
 
     def _line(self, content: Mapping[str, Any]) -> None:
         self._index.write(json.dumps(content) + "\n")
+        self._records += 1
 
     def _flush(self) -> None:
         if self._waiting:
@@ -138,6 +142,7 @@ class TraceWriter:
         """Write what waits, and that the trace is whole."""
         self._flush()
         self._index.close()
+        facts.records = self._records
         facts_file(self.folder, self.rank).write_text(json.dumps({"format": FORMAT, **vars(facts)}), encoding="utf-8")
 
 
