@@ -56,7 +56,7 @@ CASES = [
     for topology in topologies(family, backend, init)
 ]
 FAULTS = {
-    "loss": Case(FAULTY, "megatron", "hf", "DP2, distributed optimizer"),
+    "loss@1": Case(FAULTY, "megatron", "hf", "DP2, distributed optimizer"),
     "norms": Case(FAULTY, "megatron", "random", "TP2 x SP"),
     "order": Case(FAULTY, "fsdp2", "random", "one process"),
 }
@@ -106,7 +106,7 @@ def test_a_stored_baseline_holds_at_every_topology(case: Case, launched: Launche
 @pytest.mark.parametrize(
     ("fault", "failed", "words"),
     [
-        ("loss", {"loss"}, "loss: step 1 is "),
+        ("loss@1", {"loss"}, "loss: step 1 is "),
         ("norms", {"loss", "grad_norm", "replicas"}, "step 1: gradient norm of what they share is "),
         ("order", {"samples", "loss", "grad_norm"}, "step 1 and 4 more have other samples"),
     ],

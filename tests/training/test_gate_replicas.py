@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,11 +14,10 @@ from tangram.align.gate.replay import prepare
 from tangram.align.gate.replay_split import Wishes
 from tangram.align.gate.settings import Settings
 from tangram.align.gate.verdict import Verdict
-from tangram.platform.ports import free_ports
-from tests.trial import Trial, start, write_trial
+from tests.trial import Job, Trial, run_in_turn, write_trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-WORKER = Path(__file__).parent.parent / "workers" / "many_runs.py"
+PLANT = Path(__file__).parent.parent / "workers" / "planted_fault.py"
 REPEATS, RANKS = 20, 2
 ZERO = ["parallel.use_distributed_optimizer=true"]
 OVERLAP = [*ZERO, "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
@@ -48,28 +45,24 @@ def fsdp2_of(trial: Trial) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All runs, in two launches; ``run0`` and its repeats, and by name those with other splits and faults."""
+    """All runs, in three launches; ``run0`` and its repeats, and by name those with other splits and faults."""
     trial = write_trial(tmp_path_factory.mktemp("trial"), layers=2, train_iters=3, global_batch_size=4, micro_batch_size=1)
     folder = trial.folder
 
-    def entry(name: str, *options: str, file: Path = trial.run_file, **fault: Any) -> dict[str, Any]:
-        return {"arguments": ["train", str(file), f"training.metrics_file={folder / name}/metrics.jsonl", *options], **fault}
+    def job(name: str, *options: str, file: Path = trial.run_file, fault: str | None = None) -> Job:
+        command = ["train", str(file), f"training.metrics_file={folder / name}/metrics.jsonl", *options]
+        return Job(["tangram" if fault is None else str(PLANT), *([] if fault is None else [fault]), *command], RANKS)
 
-    def launch(name: str, plan: list[dict[str, Any]]) -> None:
-        ports = free_ports(len(plan))
-        (folder / f"{name}.json").write_text(json.dumps([{**one, "port": port} for one, port in zip(plan, ports, strict=True)]))
-        start(folder / name, [str(WORKER), str(folder / f"{name}.json")], RANKS).finish(1200).succeeded()
-
-    plan = [entry(f"run{number}") for number in range(REPEATS)]
-    plan += [entry("nudge", fault="nudge", rank=1), entry("unsummed", fault="unsummed", rank=1)]
-    plan += [entry("zero", *ZERO), entry("zero_nudge", *ZERO, fault="nudge", rank=1), entry("zero_unsummed", *ZERO, fault="unsummed", rank=1)]
-    launch("megatron", [*plan, entry("overlap", *OVERLAP)])
+    jobs = [job(f"run{number}") for number in range(REPEATS)]
+    jobs += [job("nudge", fault="nudge@1"), job("unsummed", fault="unsummed@1")]
+    jobs += [job("zero", *ZERO), job("zero_nudge", *ZERO, fault="nudge@1"), job("zero_unsummed", *ZERO, fault="unsummed@1")]
+    run_in_turn(folder / "megatron", [*jobs, job("overlap", *OVERLAP)], RANKS).succeeded()
     file = fsdp2_of(trial)
-    plan = [entry("hsdp", file=file), entry("hsdp_nudge", file=file, fault="nudge", rank=0)]
-    launch("fsdp2", [*plan, entry("hsdp_unsummed", file=file, fault="unsummed", rank=1)])
+    jobs = [job("hsdp", file=file), job("hsdp_nudge", file=file, fault="nudge@0"), job("hsdp_unsummed", file=file, fault="unsummed@1")]
+    run_in_turn(folder / "fsdp2", jobs, RANKS).succeeded()
     replays = [prepare(baseline(folder / of), wishes, folder / name) for name, (of, wishes) in REPLAYS.items()]
     assert [replay.processes for replay in replays] == [RANKS] * len(REPLAYS)
-    launch("replays", [{"arguments": ["train", str(replay.run_file)]} for replay in replays])
+    run_in_turn(folder / "replays", [Job(["tangram", "train", str(replay.run_file)], RANKS) for replay in replays], RANKS).succeeded()
     return folder
 
 
