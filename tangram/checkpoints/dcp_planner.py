@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from tangram.checkpoints.dcp_ranks import distributed, lost_contact
@@ -234,7 +234,7 @@ def _fault_of(metadata: Metadata) -> str | None:
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             return f"entry {key!r} is not a tensor"
-        if not isinstance(entry.properties, TensorProperties) or not isinstance(entry.properties.dtype, torch.dtype):
+        if not isinstance(getattr(getattr(entry, "properties", None), "dtype", None), torch.dtype):
             return f"entry {key!r} has no element type"
         size, count = tuple(entry.size), 0
         for part in entry.chunks:
