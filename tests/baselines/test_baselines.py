@@ -74,7 +74,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launched(root: Path) -> Launched:
     """``launched(family)``: the folder of all its runs, which share two processes; they take their run files from the stored baselines."""
-    known: dict[str, Path] = {}
+    known: dict[str, bool] = {}
 
     def job(case: Case, name: str, *before: str) -> Job:
         run = prepare(read_baseline(case.file), case.wishes, root / case.family / name, root)
@@ -86,9 +86,11 @@ def launched(root: Path) -> Launched:
             if family == FAULTY:
                 jobs += [job(case, fault, PLANT, fault) for fault, case in FAULTS.items()]
                 jobs += [Job(["tangram", "train", str(file)]) for file in thirty_steps(root, root / family)]
+            known[family] = False
             run_in_turn(root / family / "log", jobs, 2).succeeded()
-            known[family] = root / family
-        return known[family]
+            known[family] = True
+        assert known[family], f"the launch of {family} failed"
+        return root / family
 
     return launch
 

@@ -33,7 +33,7 @@ def test_two_runs_are_walked_across_splits_and_backends(tmp_path: Path) -> None:
     finding = first_difference(alone, copies)
     assert finding.passed, finding.summary
     assert {step.name.rpartition(".layers.")[0] for walked in finding.walks for step in walked.steps} == {"model.language_model"}
-    assert {note.why for walked in finding.walks for note in walked.notes} == {"it was not chosen"}
+    assert {note.why for walked in finding.walks for note in walked.notes} == {"not chosen by --trace-only (tools.trace.only)"}
 
 
 def test_a_step_after_the_last_is_refused(tmp_path: Path) -> None:

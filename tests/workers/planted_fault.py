@@ -1,5 +1,6 @@
 """``FAULT ...``: ``tangram ...`` with a fault for the length of the run; ``FAULT@RANK``: on this rank alone."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 
 from tangram.backends.fsdp2.engine import Fsdp2Engine
 from tangram.backends.fsdp2.placement import local_value
@@ -78,7 +78,7 @@ def keep_own_shards(self: Any, micro_batches: Any) -> Any:
 FAULTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "loss": [(forward, "reduce_token_losses", a_heavier_copy)],
     "order": [(GlobalOrder, "_locate", one_further)],
-    "norms": [(finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads", not_summed)],
+    "norms": [(importlib.import_module("megatron.core.distributed.finalize_model_grads"), "_allreduce_non_tensor_model_parallel_grads", not_summed)],
     "nudge": [(engine, "step", nudged_after_two_steps(engine.step)) for engine in (MegatronEngine, Fsdp2Engine)],
     "unsummed": [(gradients, "make_finalizer", keep_own_gradients), (Fsdp2Engine, "forward_backward", keep_own_shards)],
 }
