@@ -176,8 +176,15 @@ def launch(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_fault_that_all_ranks_share_prints_once() -> None:
-    ended = launch("import sys; from tangram.cli.main import main; sys.exit(main(['tiny', 'qwen9_vl', 'x']))")
+def test_a_fault_that_all_ranks_share_prints_once(tmp_path: Path) -> None:
+    """They come to it together: what imports take on a busy machine is no part of it."""
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nimport tangram.families\nfrom tangram.cli.main import main\n"
+        f"here = Path({str(tmp_path)!r})\n(here / os.environ['RANK']).touch()\n"
+        "while len(list(here.iterdir())) < 2:\n    time.sleep(0.01)\n"
+        "sys.exit(main(['tiny', 'qwen9_vl', 'x']))"
+    )
+    ended = launch(code)
     assert ended.returncode != 0
     assert ended.stderr.count("unknown model family 'qwen9_vl'") == 1
 
