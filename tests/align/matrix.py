@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tangram.align.batch import write_batch
 from tangram.align.default_batch import STEPS, SyntheticRow, synthetic_batch
+from tangram.align.run import Subject as AlignSubject
 from tangram.align.run import make_task, open_subject
 from tangram.align.task import Split
 from tangram.config.preflight_rules import GATES, RULES, Subject
@@ -79,19 +80,24 @@ def write_rows(family: str, hf: Path, folder: Path, rows: Sequence[SyntheticRow]
     return write_batch(synthetic_batch(get_family(family), subject.model, rows), folder)
 
 
+def refusal(subject: AlignSubject, split: Split, folder: Path) -> str | None:
+    """What ``tangram check`` says against a split of the subject; None: it runs."""
+    try:
+        run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
+        # Virtual stages need as many micro-batches as there are stages.
+        training = run.training.model_copy(update={"gradient_accumulation_steps": split.pipeline})
+        for _, rule in (*GATES, *RULES):
+            rule(Subject(run.model_copy(update={"training": training}), split.processes))
+    except TangramError as error:
+        return str(error)
+    return None
+
+
 def refusals(family: str, folder: Path) -> dict[str, str]:
     """What ``tangram check`` says against splits of the model in ``folder``, by split; those that run are not in it."""
-    subject, found = open_subject(folder, folder / "work"), {}
-    for name, split in SPLITS.items():
-        try:
-            run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
-            # Virtual stages need as many micro-batches as there are stages.
-            training = run.training.model_copy(update={"gradient_accumulation_steps": split.pipeline})
-            for _, rule in (*GATES, *RULES):
-                rule(Subject(run.model_copy(update={"training": training}), split.processes))
-        except TangramError as error:
-            found[name] = str(error).replace(f"the model {family}", "the model")
-    return found
+    subject = open_subject(folder, folder / "work")
+    found = {name: refusal(subject, split, folder) for name, split in SPLITS.items()}
+    return {name: why.replace(f"the model {family}", "the model") for name, why in found.items() if why is not None}
 
 
 def table() -> str:

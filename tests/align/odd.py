@@ -20,17 +20,16 @@ import torch
 
 from tangram.align.batch import IGNORE, write_batch
 from tangram.align.reference import no_progress_bars
-from tangram.align.run import Outcome, align, make_task, open_subject
+from tangram.align.run import Outcome, align, open_subject
 from tangram.align.task import Split
 from tangram.config.model import ModelConfig
-from tangram.config.preflight_rules import GATES, RULES, Subject
-from tangram.errors import TangramError
 from tangram.families.llava.tiny import hf_config as llava_config
 from tangram.families.qwen2_5_vl.tiny import vision_config as windowed_tower
 from tangram.families.qwen2_vl.tiny import hf_config as qwen2_config
 from tangram.families.qwen2_vl.tiny import vision_config as plain_tower
 from tangram.families.qwen3_vl.tiny import hf_config as qwen3_config
 from tangram.families.tiny import TinySpec, model_files
+from tests.align.matrix import refusal
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
 Grid = tuple[int, int, int]
@@ -191,7 +190,7 @@ def draw_batch(dice: random.Random, family: str, model: ModelConfig) -> dict[str
             batch[pixels] = torch.randn(int(batch[grids].prod(dim=1).sum()), vision.patch_width, generator=generator)
     if media["video"] and family == "qwen2_5_vl":
         batch["second_per_grid_ts"] = torch.tensor([dice.choice((0.5, 1.0, 2.0)) for _ in media["video"]])
-    if "position_ids" not in batch and family != "llava":
+    if family != "llava":
         # Any positions will do where both sides get the same; ours break off where transformers' versions differ.
         batch["position_ids"] = _positions(dice, batch["attention_mask"])
     return batch
@@ -286,18 +285,6 @@ def draw_split(dice: random.Random, model: ModelConfig, most: int = 4) -> Split:
         "balance": data > 1 and dice.random() < 0.5,
     }
     return Split(**settings)
-
-
-def refusal(subject: Any, split: Split, folder: Path) -> str | None:
-    """What ``tangram check`` says against the split; None: it runs."""
-    try:
-        run = make_task(subject, split, folder / "batch.safetensors", folder / "work", micro_batch_size=1).run_config()
-        training = run.training.model_copy(update={"gradient_accumulation_steps": split.pipeline})
-        for _, rule in (*GATES, *RULES):
-            rule(Subject(run.model_copy(update={"training": training}), split.processes))
-    except TangramError as error:
-        return str(error)
-    return None
 
 
 @dataclass(frozen=True)
